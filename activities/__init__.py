@@ -1,0 +1,1 @@
+"""What is done: one file an activity, and the logic that they share."""

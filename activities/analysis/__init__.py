@@ -1,0 +1,1 @@
+"""Analysis: reports from a run's artifacts alone."""

@@ -1,0 +1,1 @@
+"""Rollouts: prompts in, scored groups out, no prompt lost."""

@@ -1,0 +1,1 @@
+"""Storage: the only user of fsspec, every artifact path, staged commits."""

@@ -1,0 +1,1 @@
+"""Verifiers: scoring functions with three outcomes."""

@@ -1,0 +1,102 @@
+"""The engine contract: SGLang's HTTP payloads, in the part that Perdure uses.
+
+Both sides use this file: the client that asks and the native engine that answers. Field names,
+status codes and messages are those of SGLang 0.5.17.
+"""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+GENERATE = "/generate"
+ABORT_REQUEST = "/abort_request"
+PAUSE_GENERATION = "/pause_generation"
+CONTINUE_GENERATION = "/continue_generation"
+FLUSH_CACHE = "/flush_cache"
+UPDATE_WEIGHTS_FROM_DISK = "/update_weights_from_disk"
+WEIGHTS_CHECKER = "/weights_checker"
+MODEL_INFO = "/model_info"
+SERVER_INFO = "/server_info"
+HEALTH = "/health"
+LOADS = "/v1/loads"
+METRICS = "/metrics"
+
+QUEUE_FULL = "The request queue is full."
+WAITING_TIMEOUT = "Request waiting timeout reached."
+RUNNING_TIMEOUT = "Request running timeout reached."
+PRIORITY_EVICTED = "The request is aborted by a higher priority request."
+WORKER_UNAVAILABLE = "Rollout worker unavailable"
+NO_HEALTHY_WORKERS = "No healthy rollout workers available"
+
+PauseMode = Literal["abort", "retract", "in_place"]
+
+
+class WireModel(BaseModel):
+    """Lenient towards fields that a server adds; SGLang ignores unknown top-level fields too."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class SamplingParams(BaseModel):
+    """``sampling_params``. Unknown keys are refused before sending: SGLang answers them with 500."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_new_tokens: int = 128
+    min_new_tokens: int = 0
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    n: int = 1
+    sampling_seed: int | None = None
+    """Honoured by the native engine always, by SGLang in deterministic mode."""
+
+
+class GenerateRequest(WireModel):
+    """``POST /generate`` for one prompt."""
+
+    rid: str
+    """A fixed-length uuid hex: SGLang aborts every id that an aborted one prefixes."""
+    input_ids: list[int]
+    sampling_params: SamplingParams = Field(default_factory=SamplingParams)
+    return_logprob: bool = True
+    logprob_start_len: int = -1
+    return_routed_experts: bool = False
+    stream: bool = False
+
+
+class MetaInfo(WireModel):
+    """``meta_info`` of an answer. Optional where SGLang leaves fields out."""
+
+    id: str
+    finish_reason: dict[str, Any]
+    weight_version: str
+    prompt_tokens: int | None = None
+    completion_tokens: int = 0
+    cached_tokens: int | None = None
+    num_retractions: int | None = None
+    e2e_latency: float | None = None
+    output_token_logprobs: list[tuple[float, int, str | None]] | None = None
+    routed_experts: str | None = None
+    """base64 of int32 (prompt + completion - 1, layers, top_k), C order."""
+
+
+class GenerateResponse(WireModel):
+    """Answer of ``POST /generate``. Train on ``output_ids``; ``text`` is for people."""
+
+    text: str = ""
+    output_ids: list[int]
+    meta_info: MetaInfo
+
+
+class UpdateWeightsFromDisk(WireModel):
+    """``POST /update_weights_from_disk``: an HF folder, on disk or in shared memory."""
+
+    model_path: str
+    weight_version: str | None = None
+    load_format: str | None = None
+    flush_cache: bool = True
+    abort_all_requests: bool = False

@@ -1,0 +1,34 @@
+"""``[core]``: guards, deadlines, publication, retention."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from configs.section import Section
+
+
+class CoreSection(Section):
+    """``[core]``."""
+
+    max_run_seconds: float | None = Field(default=None, gt=0)
+    """Soft deadline: finish at a completed collection after this many wall-clock seconds."""
+    max_policy_lag: int = Field(default=0, ge=0)
+    """Largest policy version minus behavior version, in optimizer steps. Below
+    (steps per update) the loop is sequential; from there on the next collection is sampled while
+    the trainer works."""
+    publication_mode: Literal["barrier"] = "barrier"
+    """How engines take new weights."""
+    filter_zero_std_groups: bool = True
+    """Replace groups whose rewards all tie by freshly sampled ones before training."""
+    reward_zero_truncated: bool = False
+    """A response cut at the token limit gets reward 0."""
+    max_train_rollout_logprob_abs_diff: float | None = Field(default=None, gt=0)
+    """Fail when the mean |trainer - behavior| log-prob gap exceeds this (nats)."""
+    checkpoint_keep_last: int | None = Field(default=1, ge=1)
+    """Newest committed checkpoints to keep; none keeps all."""
+    checkpoint_keep_every: int | None = Field(default=None, ge=1)
+    """Keep every checkpoint whose update count is a multiple of this as well."""
+    max_context_length: int = Field(default=2048, ge=8)
+    """Prompt plus response, in tokens."""
+    continue_as_new_updates: int = Field(default=50, ge=1)
+    """Updates after which the workflow continues as new, at a checkpoint boundary."""

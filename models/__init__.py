@@ -1,0 +1,1 @@
+"""What flows: frozen types and protocols. Data contracts, never neural networks."""

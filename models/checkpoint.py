@@ -1,0 +1,61 @@
+"""Checkpoints: resumable trainer state plus data position under one completion marker."""
+
+from pydantic import Field
+
+from models.base import Carried, Frozen
+from models.ids import RunRef
+
+
+class CheckpointRequest(Frozen):
+    """Commit a checkpoint after update ``update`` (all collections up to it are consumed)."""
+
+    run: RunRef
+    epoch: int
+    update: int
+    policy_version: int
+
+
+class PolicyClock(Carried):
+    """Counters of a checkpoint. -1 <= published <= completed; next_rollout_id >= 0."""
+
+    completed_steps: int
+    """Optimizer steps, equal to the policy version."""
+    published_step: int
+    next_rollout_id: int
+    """The first update that a resumed run performs."""
+
+
+class CheckpointFile(Carried):
+    """One file under a marker."""
+
+    path: str
+    """Relative to the checkpoint's folder."""
+    sha256: str
+    num_bytes: int
+
+
+class CheckpointMarker(Carried):
+    """``complete.json``: written last; a folder without a valid one does not exist."""
+
+    schema_version: int = 2
+    run_id: str
+    spec_sha256: str
+    epoch: int
+    clock: PolicyClock
+    cursor_sha256: str
+    files: tuple[CheckpointFile, ...]
+    """Every file of the folder except the marker, the cursor included."""
+    created_unix: float
+    metrics: dict[str, float] = Field(default_factory=dict)
+
+
+class CheckpointRef(Carried):
+    """A committed checkpoint."""
+
+    update: int
+    """The last update that it contains; -1 is the initial state, never written."""
+    policy_version: int
+    folder: str
+    """Relative to the output root, e.g. ``checkpoints/core/rollout_0000004.e1u4a1``."""
+    marker_sha256: str
+    seconds: float = 0.0

@@ -1,0 +1,47 @@
+"""Identities: runs, fence tokens, prompts."""
+
+from functools import total_ordering
+from typing import NamedTuple
+
+from models.base import Frozen
+
+
+@total_ordering
+class FenceToken(Frozen):
+    """Who may mutate: compared as the tuple (epoch, update, attempt), larger wins.
+
+    ``epoch`` is taken by compare-and-swap on the output root and grows with every rebuild;
+    ``update`` is the index of the update being worked on; ``attempt`` is Temporal's activity
+    attempt. The whole triple is needed: the attempt counter restarts at 1 for the next activity.
+    """
+
+    epoch: int
+    update: int
+    attempt: int
+
+    def as_tuple(self) -> tuple[int, int, int]:
+        """Return (epoch, update, attempt)."""
+        return (self.epoch, self.update, self.attempt)
+
+    def __lt__(self, other: "FenceToken") -> bool:
+        return self.as_tuple() < other.as_tuple()
+
+    def __str__(self) -> str:
+        return f"(epoch {self.epoch}, update {self.update}, attempt {self.attempt})"
+
+
+class RunRef(Frozen):
+    """Where a run lives. Workers load the resolved configuration from ``root`` by its digest."""
+
+    run_id: str
+    """The Temporal workflow id, also the Ray namespace."""
+    root: str
+    """Output root: an fsspec URL or an absolute path."""
+    spec_sha256: str
+
+
+class PromptIdentity(NamedTuple):
+    """One draw of one task: the unit that is never lost and never trained twice."""
+
+    prepared_sample_id: str
+    epoch_id: int

@@ -1,0 +1,114 @@
+"""Every metric that Perdure reports: name, unit, axis. Undeclared names are refused.
+
+A name that ends in ``/*`` declares a family (for example one counter a drop reason).
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from models.errors import ContractViolation
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One row of the table."""
+
+    name: str
+    unit: str
+    axis: str
+    """The step key that it is plotted against."""
+    meaning: str
+
+
+_UPDATE = "train/step"
+_ROLLOUT = "rollout/step"
+_EVAL = "eval/step"
+_ERRORS = "errors/elapsed_seconds"
+
+METRICS: tuple[Metric, ...] = (
+    # training, one row an update (axis: completed optimizer steps - 1)
+    Metric("train/step", "steps", _UPDATE, "completed optimizer steps - 1"),
+    Metric("train/completed_steps", "steps", _UPDATE, "policy version after the update"),
+    Metric("train/rollout_id", "index", _UPDATE, "update index"),
+    Metric("train/loss", "1", _UPDATE, "policy loss as optimized, mean over optimizer steps"),
+    Metric("train/pg_loss", "1", _UPDATE, "policy-gradient part of the loss"),
+    Metric("train/entropy_loss", "nats", _UPDATE, "mean token entropy"),
+    Metric("train/pg_clipfrac", "fraction", _UPDATE, "active tokens on the clipped branch"),
+    Metric("train/ppo_kl", "nats", _UPDATE, "mean of old - new log-prob"),
+    Metric("train/ess_ratio", "fraction", _UPDATE, "effective sample size of new/old ratios"),
+    Metric("train/grad_norm", "1", _UPDATE, "global norm before clipping, last step"),
+    Metric("train/parameter_change", "1", _UPDATE, "L2 norm of the parameter step, last step"),
+    Metric("train/lr_used", "1", _UPDATE, "learning rate of the last optimizer step"),
+    Metric("train/lr_next", "1", _UPDATE, "learning rate of the next optimizer step"),
+    Metric("train/train_rollout_logprob_abs_diff", "nats", _UPDATE, "mean |trainer - behavior|"),
+    Metric("train/train_rollout_kl", "nats", _UPDATE, "mean of behavior - trainer log-prob"),
+    Metric("train/tis", "1", _UPDATE, "mean importance weight before truncation"),
+    Metric("train/tis_abs", "1", _UPDATE, "mean |weight - 1|"),
+    Metric("train/tis_clipfrac", "fraction", _UPDATE, "weights changed by the truncation"),
+    Metric("train/step_seconds", "s", _UPDATE, "wall seconds of the update in the trainer"),
+    Metric("train/cpu_seconds", "s", _UPDATE, "process seconds of the update in the trainer"),
+    Metric("train/model_tokens", "tokens", _UPDATE, "tokens that went through the model"),
+    Metric("train/active_response_tokens", "tokens", _UPDATE, "response tokens in the loss"),
+    Metric("train/model_tokens_per_second", "tokens/s", _UPDATE, "model tokens / step seconds"),
+    Metric("train/optimizer_steps", "steps", _UPDATE, "optimizer steps of this update"),
+    Metric("train/no_signal", "bool", _UPDATE, "1 when every group tied and nothing was stepped"),
+    Metric("train/mixed_reward_groups", "groups", _UPDATE, "groups with a policy gradient"),
+    Metric("train/resident_bytes", "bytes", _UPDATE, "resident memory of the trainer"),
+    Metric("train/lag", "steps", _UPDATE, "policy version minus oldest behavior version"),
+    Metric("advantages/max", "1", _UPDATE, "largest advantage"),
+    Metric("advantages/min", "1", _UPDATE, "smallest advantage"),
+    Metric("advantages/max_abs", "1", _UPDATE, "largest absolute advantage"),
+    Metric("advantages/top_response_share", "fraction", _UPDATE, "largest |A| / sum of |A|"),
+    # rollouts, one row a collection
+    Metric("rollout/step", "index", _ROLLOUT, "update index of the collection"),
+    Metric("rollout/reward", "1", _ROLLOUT, "mean reward of the samples with a score"),
+    Metric("rollout/response_len/mean", "tokens", _ROLLOUT, "mean response length"),
+    Metric("rollout/response_len/max", "tokens", _ROLLOUT, "longest response"),
+    Metric("rollout/truncated_ratio", "fraction", _ROLLOUT, "responses cut at the token limit"),
+    Metric("rollout/mixed_reward_groups", "groups", _ROLLOUT, "groups with unequal rewards"),
+    Metric("rollout/dynamic_filter/*", "groups", _ROLLOUT, "groups filtered, by reason"),
+    Metric("rollout/error_verdicts", "samples", _ROLLOUT, "samples whose verifier failed"),
+    Metric("rollout/invalid_verdicts", "samples", _ROLLOUT, "answers that could not be read"),
+    Metric("rollout/requeued_groups", "groups", _ROLLOUT, "group attempts requeued after a fault"),
+    Metric("rollout/seconds", "s", _ROLLOUT, "first submission to commit"),
+    Metric("rollout/response_tokens_per_second", "tokens/s", _ROLLOUT, "delivered tokens / s"),
+    Metric("rollout/weight_version/min", "steps", _ROLLOUT, "oldest behavior version"),
+    Metric("rollout/weight_version/max", "steps", _ROLLOUT, "newest behavior version"),
+    Metric("rollout/max_requeues", "count", _ROLLOUT, "most requeues of any one prompt draw"),
+    # evaluation
+    Metric("eval/step", "index", _EVAL, "completed updates"),
+    Metric("eval/*", "1", _EVAL, "mean reward of the named held-out set"),
+    # serving errors, own axis in seconds
+    Metric("errors/elapsed_seconds", "s", _ERRORS, "seconds since the producer started"),
+    Metric("errors/completed_group_attempts", "groups", _ERRORS, "cumulative, ok and failed"),
+    Metric("errors/requeued_groups", "groups", _ERRORS, "cumulative failed attempts"),
+    Metric("errors/window_group_attempts", "groups", _ERRORS, "attempts in the last 5 minutes"),
+    Metric("errors/window_failed_groups", "groups", _ERRORS, "failures in the last 5 minutes"),
+    Metric("errors/failure_fraction_5m", "fraction", _ERRORS, "failed share of the window"),
+    Metric("errors/high_failure_seconds", "s", _ERRORS, "length of the current >= 50 % interval"),
+    Metric("errors/transport_groups", "groups", _ERRORS, "connection lost"),
+    Metric("errors/overload_groups", "groups", _ERRORS, "429, queue full, priority eviction"),
+    Metric("errors/unavailable_groups", "groups", _ERRORS, "no healthy engine"),
+    Metric("errors/timeout_groups", "groups", _ERRORS, "a generation deadline passed"),
+    Metric("errors/fatal", "bool", _ERRORS, "1 on a terminal producer failure"),
+    # publication and control plane
+    Metric("publication/*", "s", _UPDATE, "split of the publication times"),
+    Metric("control/*", "1", _UPDATE, "seconds and shares of the control plane"),
+)
+
+_EXACT = frozenset(metric.name for metric in METRICS if not metric.name.endswith("/*"))
+_FAMILIES = tuple(metric.name[:-1] for metric in METRICS if metric.name.endswith("/*"))
+
+
+def is_declared(name: str) -> bool:
+    """Whether ``name`` is a row of the table or belongs to a declared family."""
+    return name in _EXACT or name.startswith(_FAMILIES)
+
+
+def refuse_undeclared(metrics: Mapping[str, float] | Iterable[str]) -> None:
+    """Raise ``ContractViolation`` naming every metric that the table does not declare."""
+    unknown = sorted(name for name in metrics if not is_declared(name))
+    if unknown:
+        raise ContractViolation(
+            f"undeclared metrics {unknown}: add a row to models/metrics.py with unit and axis"
+        )

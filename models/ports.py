@@ -1,0 +1,163 @@
+"""Ports: what activities need from the GPU plane. ``workers/fleet.py`` implements them with Ray.
+
+Every mutating call carries a ``FenceToken`` that the component compares atomically with the
+mutation and refuses with ``StaleFence``. Every call raises an ``ActorLost`` leaf when its actor is
+dead, at once, and never waits for a dead one.
+"""
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
+
+from models.base import Frozen
+from models.checkpoint import CheckpointFile
+from models.evaluation import EvaluateRequest, EvaluationReport, ExportReport
+from models.ids import FenceToken, RunRef
+from models.prompt import DataState
+from models.publication import WeightsRef
+from models.rollout import CollectRequest, RolloutCollection
+from models.run import PrepareReport, PrepareRequest
+from models.update import UpdateReport
+
+
+class StageProgress(Frozen):
+    """What a long call has done so far; goes into heartbeats and the live display."""
+
+    stage: str
+    done: int = 0
+    total: int = 0
+    detail: str = ""
+
+
+class ActorStatus(Frozen):
+    """One process of the fleet, for ``perdure status``."""
+
+    role: str
+    """``trainer``, ``engine`` or ``producer``."""
+    rank: int
+    pid: int
+    host: str
+    incarnation: int
+    """Counts rebuilds of this (role, rank) within the run, from 0."""
+    alive: bool = True
+    url: str | None = None
+    policy_version: int | None = None
+    resident_bytes: int | None = None
+    code_digest: str = ""
+
+
+class TrainerPort(Protocol):
+    """The optimizer. One mutating call at a time; ``progress`` answers during one."""
+
+    async def optimize(
+        self, token: FenceToken, update: int, collection: RolloutCollection
+    ) -> UpdateReport:
+        """Apply the update once; the same (update, digest) again returns the same report."""
+        ...
+
+    async def export_weights(self, token: FenceToken, version: int) -> WeightsRef:
+        """Write the current weights for engines to load. ``version`` must be the current one."""
+        ...
+
+    async def exported(self) -> WeightsRef | None:
+        """The last export, also while an update runs: what a replacement engine must load."""
+        ...
+
+    async def save(self, token: FenceToken, folder: str) -> tuple[CheckpointFile, ...]:
+        """Write model, optimizer, scheduler and clock into ``folder`` (relative to the root)."""
+        ...
+
+    async def export(self, token: FenceToken, uri: str) -> ExportReport:
+        """Write the Hugging Face folder, re-load it and compare logits."""
+        ...
+
+    async def progress(self) -> StageProgress:
+        """What the running call has done so far."""
+        ...
+
+
+class ProducerPort(Protocol):
+    """The rollout loop: draws prompts, samples groups, scores, commits collections."""
+
+    async def collect(self, token: FenceToken, request: CollectRequest) -> RolloutCollection:
+        """Commit the collection of ``request.update``; the same update again returns the same."""
+        ...
+
+    async def evaluate(self, token: FenceToken, request: EvaluateRequest) -> EvaluationReport:
+        """Sample and score every held-out prompt under one policy version."""
+        ...
+
+    async def data_state(self, consumed_through: int) -> DataState:
+        """Cursor and ledger under one lock, collections up to the index counted as consumed."""
+        ...
+
+    async def set_engines(self, token: FenceToken, urls: tuple[str, ...]) -> None:
+        """Route to exactly these engines; each holds the published version and digest."""
+        ...
+
+    async def progress(self) -> StageProgress:
+        """What the running call has done so far."""
+        ...
+
+
+class EngineHandle(Frozen):
+    """A live engine server."""
+
+    name: str
+    url: str
+    incarnation: int
+
+
+class FleetPort(Protocol):
+    """All actors of a run, with placement. Re-attaches by name; rebuilds what is dead."""
+
+    async def prepare(self, token: FenceToken, request: PrepareRequest) -> PrepareReport:
+        """Prepare model and data, then bring up (or re-attach to) trainer, engines, producer.
+
+        A live trainer of the same run is kept when its next update is ``request.next_update`` or
+        one later (an update whose report was lost with its worker); otherwise it is restored from
+        ``request.checkpoint``. The producer is kept when its trainer is and it lives; else it
+        starts from the manifest of the last consumed collection, or from the checkpoint's cursor.
+        The report says what is true afterwards. Weights are not published here.
+        """
+        ...
+
+    def trainer(self, run: RunRef) -> TrainerPort:
+        """The run's trainer. Raises ``TrainerLost`` when called on a dead one."""
+        ...
+
+    def producer(self, run: RunRef) -> ProducerPort:
+        """The run's producer."""
+        ...
+
+    async def engines(self, run: RunRef) -> tuple[EngineHandle, ...]:
+        """Live engines, in rank order."""
+        ...
+
+    async def heal_engines(self, token: FenceToken, run: RunRef) -> tuple[EngineHandle, ...]:
+        """Respawn dead engines and return those that need the current weights."""
+        ...
+
+    def engine_deaths(self, run: RunRef) -> AbstractAsyncContextManager[AsyncIterator[str]]:
+        """Names of engines as they die, while the context is open."""
+        ...
+
+    async def revoke(self, run: RunRef, epoch: int) -> None:
+        """Refuse every token of ``epoch`` and below from now on, in every component."""
+        ...
+
+    async def teardown(self, run: RunRef) -> None:
+        """End every actor and engine process of the run and release its placement."""
+        ...
+
+    async def status(self, run: RunRef) -> tuple[ActorStatus, ...]:
+        """Every actor of the run, for people."""
+        ...
+
+
+class Tracker(Protocol):
+    """A copy of the metrics for people's dashboards. Never raises, never blocks for long."""
+
+    def log(self, run: RunRef, metrics: Mapping[str, float]) -> None:
+        """Record one row; its axis is the declared axis of its names."""
+        ...

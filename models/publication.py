@@ -1,0 +1,56 @@
+"""Publication: making a policy version live on every engine, confirmed."""
+
+from pydantic import Field
+
+from models.base import Carried, Frozen
+from models.ids import RunRef
+
+
+class WeightsRef(Carried):
+    """Exported weights of one policy version on this host's shared memory or disk."""
+
+    version: int
+    path: str
+    """A folder that holds ``model.safetensors`` under Hugging Face names."""
+    digest: str
+    """SHA-256 over the sorted lines ``<Hugging Face name> <xxh3_64 hex of its bytes>\\n``.
+
+    The same lines follow from an engine's ``/weights_checker`` checksums of its live tensors."""
+    num_tensors: int
+    num_bytes: int
+    dtype: str
+
+
+class PublishRequest(Frozen):
+    """Make ``version`` live on every engine of the run."""
+
+    run: RunRef
+    epoch: int
+    update: int
+    version: int
+
+
+class EngineConfirmation(Frozen):
+    """One engine's answer: it serves this version and its live tensors hash to this digest."""
+
+    engine: str
+    version: int
+    digest: str
+    seconds: float
+
+
+class PublicationReport(Frozen):
+    """Written to ``publication.jsonl`` as well."""
+
+    version: int
+    digest: str
+    repeated_version: bool
+    """The version was live already; nothing was moved."""
+    engines: tuple[EngineConfirmation, ...]
+    export_seconds: float
+    pause_seconds: float
+    load_seconds: float
+    total_seconds: float
+    num_bytes: int
+    num_tensors: int
+    metrics: dict[str, float] = Field(default_factory=dict)

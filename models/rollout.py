@@ -1,0 +1,62 @@
+"""Rollout collections: the committed set of groups that one update consumes."""
+
+from pydantic import Field
+
+from models.base import Carried, Frozen
+from models.ids import RunRef
+from models.prompt import DataState
+
+
+class CollectRequest(Frozen):
+    """Ask for the collection of update ``update``, sampled at ``policy_version`` or later."""
+
+    run: RunRef
+    epoch: int
+    update: int
+    policy_version: int
+    """The version that engines serve when the collection starts."""
+    consumed_through: int
+    """Collections with an index at or below this one are trained; their prompts may be forgotten.
+    -1 when nothing is trained yet."""
+
+
+class CollectionCounts(Frozen):
+    """What a collection holds and what it cost."""
+
+    groups: int
+    samples: int
+    prompt_tokens: int
+    response_tokens: int
+    truncated_samples: int = 0
+    invalid_verdicts: int = 0
+    mixed_reward_groups: int = 0
+    filtered_groups: dict[str, int] = Field(default_factory=dict)
+    """Drop reason -> groups, for example ``zero_std_1.0``."""
+    failed_attempts: dict[str, int] = Field(default_factory=dict)
+    """Fault category -> group attempts that were requeued."""
+
+
+class RolloutCollection(Frozen):
+    """Address, checksum and counts of a committed collection. Never tokens."""
+
+    update: int
+    epoch: int
+    uri: str
+    """The Parquet file, relative to the output root."""
+    sha256: str
+    counts: CollectionCounts
+    reward_mean: float
+    min_version: int
+    max_version: int
+    seconds: float
+    """Wall seconds from the first submission to the commit."""
+    metrics: dict[str, float] = Field(default_factory=dict)
+
+
+class CollectionManifest(Carried):
+    """``rollouts/{update:07d}.e{epoch}.json``: written last, makes the Parquet file count."""
+
+    schema_version: int = 1
+    collection: RolloutCollection
+    data_after: DataState
+    """Cursor and ledger with this collection counted as consumed: a new producer starts here."""

@@ -1,0 +1,86 @@
+"""Samples inside a process: the hot path between engine, verifier and trainer.
+
+Plain slotted dataclasses, because an update creates thousands of them. What crosses Temporal is a
+``RolloutCollection`` reference, never a sample.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class FinishReason(StrEnum):
+    """Why an engine stopped a response."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+class VerdictOutcome(StrEnum):
+    """The three reward outcomes; they are never mixed up."""
+
+    SCORE = "score"
+    INVALID = "invalid"
+    """The answer could not be read (no number, no tag): counts as a score of 0."""
+    ERROR = "error"
+    """The verifier itself failed: the sample has no reward."""
+
+
+@dataclass(slots=True, frozen=True)
+class TokenSpan:
+    """Response tokens [start, end) that one policy version sampled (the behavior version)."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(slots=True, frozen=True)
+class Verdict:
+    """A verifier's full answer."""
+
+    name: str
+    outcome: VerdictOutcome
+    score: float
+    """In [0, 1] for SCORE, 0.0 for INVALID, NaN for ERROR."""
+    weight: float = 1.0
+    detail: str = ""
+    diagnostics: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Sample:
+    """One response. T = number of response tokens."""
+
+    sample_index: int
+    group_index: int
+    prompt_token_ids: list[int]
+    response_token_ids: list[int]  # [T], stop token included
+    logprobs: list[float]  # [T], log softmax(logits / temperature) at sampling time
+    spans: list[TokenSpan]  # contiguous, cover [0, T)
+    finish_reason: FinishReason
+    text: str = ""
+    reward: float = float("nan")
+    verdicts: list[Verdict] = field(default_factory=list)
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest behavior version of any token."""
+        return min(span.version for span in self.spans)
+
+
+@dataclass(slots=True)
+class SampleGroup:
+    """The sibling samples of one prompt: the unit of retry and of the advantage."""
+
+    group_index: int
+    prepared_sample_id: str
+    epoch_id: int
+    samples: list[Sample]
+    advantages: list[float] = field(default_factory=list)
+
+    @property
+    def rewards(self) -> list[float]:
+        """Rewards in sibling order."""
+        return [sample.reward for sample in self.samples]

@@ -1,0 +1,1 @@
+"""Where it runs: processes, Ray actors, engines, trainers, the command line."""

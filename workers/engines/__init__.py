@@ -1,0 +1,1 @@
+"""Engines: sampling servers behind one HTTP contract."""

@@ -1,0 +1,1 @@
+"""Sources: model folders and prepared prompts from what a run file names."""

@@ -1,0 +1,1 @@
+"""Tracking: the local JSONL is the truth, everything else is a copy."""

@@ -1,0 +1,1 @@
+"""Trainers: one collection in, one optimizer update out."""

@@ -1,0 +1,1 @@
+"""In what order: deterministic Temporal workflows and their pure decisions."""
