@@ -1,0 +1,75 @@
+"""Where every artifact lives, relative to the output root.
+
+Names that people and dashboards know (``workflow.json``, ``prepared/``, ``rollouts/``,
+``checkpoints/``) are those of the operations guide.
+"""
+
+from models.ids import FenceToken
+
+WORKFLOW_JSON = "workflow.json"
+"""State of the run, for readers without a Temporal server."""
+PLAN_JSON = "plan.json"
+RESOLVED_CONFIG = "run-spec.json"
+"""The resolved run file; its digest is the run's identity."""
+ATTEMPTS_JSON = "attempts.json"
+
+PREPARED_MODEL = "prepared/hf"
+PREPARED_DATA = "prepared/data"
+TRAIN_JSONL = "prepared/data/train.jsonl"
+EVAL_JSONL = "prepared/data/eval.jsonl"
+VERIFIERS_JSON = "prepared/data/verifiers.json"
+MANIFEST_JSON = "prepared/data/manifest.json"
+"""Written last in its folder: inputs, outputs and the part of the run file that made them."""
+
+CHECKPOINTS = "checkpoints"
+CHECKPOINT_FOLDERS = "checkpoints/core"
+COMPLETE = "complete.json"
+"""The completion marker, inside a checkpoint's folder."""
+CURSOR = "cursor.json"
+"""Cursor and ledger, inside a checkpoint's folder."""
+LATEST = "checkpoints/core-latest.json"
+"""Pointer for people; the newest valid marker wins over it."""
+
+DRIVER_TIMING = "checkpoints/driver_timing.jsonl"
+METRICS = "checkpoints/metrics.jsonl"
+PUBLICATION = "checkpoints/publication.jsonl"
+ROLLOUT_ERRORS = "checkpoints/rollout_errors.jsonl"
+UPDATES = "checkpoints/updates.jsonl"
+"""One row a finished optimize: update, epoch, batch_sha256, policy_version."""
+
+ROLLOUTS = "rollouts"
+
+LEASE = "lease"
+OWNER_JSON = "lease/owner.json"
+
+
+def collection_parquet(update: int, epoch: int) -> str:
+    """The samples of the collection of ``update``, committed under ``epoch``."""
+    return f"{ROLLOUTS}/{update:07d}.e{epoch}.parquet"
+
+
+def collection_manifest(update: int, epoch: int) -> str:
+    """The file that makes ``collection_parquet`` count."""
+    return f"{ROLLOUTS}/{update:07d}.e{epoch}.json"
+
+
+def eval_parquet(update: int, epoch: int) -> str:
+    """The evaluated samples after ``update`` completed updates."""
+    return f"{ROLLOUTS}/eval_{update:07d}.e{epoch}.parquet"
+
+
+def checkpoint_folder(update: int, token: FenceToken) -> str:
+    """A folder that no other attempt writes to, so a torn save never meets a retry."""
+    return (
+        f"{CHECKPOINT_FOLDERS}/rollout_{update:07d}.e{token.epoch}u{token.update}a{token.attempt}"
+    )
+
+
+def epoch_file(epoch: int) -> str:
+    """Its exclusive creation takes the epoch; its content is the owner."""
+    return f"{LEASE}/epoch-{epoch:08d}.json"
+
+
+def revoked_file(epoch: int) -> str:
+    """Its existence revokes ``epoch`` and every lower one."""
+    return f"{LEASE}/revoked-{epoch:08d}.json"

@@ -1,0 +1,259 @@
+"""The one door to an output root: a local folder or any fsspec URL.
+
+All calls block; asynchronous callers wrap them in ``asyncio.to_thread``. Paths are relative to the
+root, with forward slashes. Writes are atomic: on a local file system by temporary sibling, fsync
+and rename (``atomic``), on an object store because a put is. What an object store cannot do is
+said at the method: ``rename`` copies, so commit there by a marker written last, not by a rename.
+"""
+
+import hashlib
+import shutil
+import time
+import uuid
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+import fsspec
+import orjson
+import structlog
+from fsspec.implementations.local import LocalFileSystem
+
+from activities.storage import atomic
+from activities.storage.atomic import storage_errors
+from models.errors import ConfigurationError, ContractViolation
+
+_CHUNK_BYTES = 1 << 20
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
+_PARTS = ".parts"
+
+_log = structlog.get_logger(__name__)
+
+
+class JsonlRows(NamedTuple):
+    """Rows of a JSONL file in order, and how many torn lines were skipped."""
+
+    rows: list[dict[str, Any]]
+    torn_lines: int
+
+
+class Store:
+    """Reads and writes below one root.
+
+    Raises ``StorageFull`` (no space), ``ConfigurationError`` (not writable, unknown URL scheme) and
+    the plain ``FileNotFoundError`` for what is not there.
+    """
+
+    def __init__(self, root: str | Path) -> None:
+        self._fs, self._base = _open(str(root))
+        self._is_local = isinstance(self._fs, LocalFileSystem)
+        self._root = self._base if self._is_local else str(root).rstrip("/")
+
+    @property
+    def root(self) -> str:
+        """Absolute path of a local root, else its URL."""
+        return self._root
+
+    @property
+    def is_local(self) -> bool:
+        """Whether files of this root have paths on this machine."""
+        return self._is_local
+
+    def local_path(self, rel: str) -> Path:
+        """The path of ``rel`` on this machine; ``ConfigurationError`` for a non-local root."""
+        if not self._is_local:
+            raise ConfigurationError(
+                f"{self._where(rel)} is needed as a local file; choose a local output.root"
+            )
+        return Path(self._base) / _checked(rel)
+
+    def exists(self, rel: str) -> bool:
+        """Whether a file or folder ``rel`` is there."""
+        return bool(self._fs.exists(self._full(rel)))
+
+    def list(self, rel: str, *, hidden: bool = False) -> list[str]:
+        """Sorted names in folder ``rel``; empty when it is missing.
+
+        Names with a leading dot (temporary and staged files) only with ``hidden``.
+        """
+        try:
+            entries = self._fs.ls(self._full(rel), detail=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        names = {PurePosixPath(entry).name for entry in entries}
+        return sorted(name for name in names if hidden or not name.startswith("."))
+
+    def size(self, rel: str) -> int:
+        """Bytes of the file ``rel``."""
+        return int(self._fs.size(self._full(rel)))
+
+    def sha256(self, rel: str) -> str:
+        """SHA-256 hex of the file ``rel``, read in chunks."""
+        digest = hashlib.sha256()
+        with self._fs.open(self._full(rel), "rb") as stream:
+            while chunk := stream.read(_CHUNK_BYTES):
+                digest.update(chunk)
+        return digest.hexdigest()
+
+    def read_bytes(self, rel: str) -> bytes:
+        """The whole file ``rel``."""
+        return bytes(self._fs.cat_file(self._full(rel)))
+
+    def write_bytes(self, rel: str, data: bytes) -> None:
+        """Replace the file ``rel`` atomically and durably; parents are created."""
+        with storage_errors(self._where(rel)):
+            if self._is_local:
+                atomic.write_file(self.local_path(rel), data)
+            else:
+                self._fs.pipe_file(self._full(rel), data)
+
+    def create_exclusive(self, rel: str, data: bytes) -> bool:
+        """Create ``rel`` unless it exists; return whether this caller created it.
+
+        The compare-and-swap of leases: of any number of concurrent callers one gets True.
+        """
+        with storage_errors(self._where(rel)):
+            if self._is_local:
+                return atomic.create_exclusive(self.local_path(rel), data)
+            try:
+                self._fs.pipe_file(self._full(rel), data, mode="create")
+            except FileExistsError:
+                return False
+            return True
+
+    def read_json(self, rel: str) -> Any:
+        """The parsed file ``rel``; ``ContractViolation`` naming it when it does not parse."""
+        try:
+            return orjson.loads(self.read_bytes(rel))
+        except orjson.JSONDecodeError as error:
+            raise ContractViolation(f"{self._where(rel)} is not valid JSON: {error}") from error
+
+    def write_json(self, rel: str, value: Any) -> None:
+        """Replace ``rel`` by ``value``: keys sorted, indent 2, NaN and infinities as null."""
+        options = orjson.OPT_SORT_KEYS | orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
+        self.write_bytes(rel, orjson.dumps(value, option=options))
+
+    def append_jsonl(self, rel: str, row: dict[str, Any]) -> None:
+        """Append one line; concurrent callers never mix their bytes. NaN becomes null.
+
+        Local: one ``O_APPEND`` write. Object stores cannot append: there each row is an object
+        ``<rel>.parts/<clock>-<unique>.jsonl`` and ``read_jsonl`` joins them in clock order.
+        """
+        line = orjson.dumps(row, option=orjson.OPT_SORT_KEYS)
+        with storage_errors(self._where(rel)):
+            if self._is_local:
+                atomic.append_line(self.local_path(rel), line)
+            else:
+                part = f"{rel}{_PARTS}/{time.time_ns():020d}-{uuid.uuid4().hex[:12]}.jsonl"
+                self._fs.pipe_file(self._full(part), line + b"\n")
+
+    def read_jsonl(self, rel: str) -> JsonlRows:
+        """Rows of ``rel`` (none when it is missing). Torn lines are skipped, counted and logged.
+
+        A line is torn when a kill cut its write: last in the file, or ended by the next append.
+        """
+        rows: list[dict[str, Any]] = []
+        torn: list[int] = []
+        for number, line in enumerate(self._jsonl_bytes(rel).split(b"\n"), start=1):
+            if not line.strip():
+                continue
+            try:
+                row = orjson.loads(line)
+            except orjson.JSONDecodeError:
+                row = None
+            if isinstance(row, dict):
+                rows.append(row)
+            else:
+                torn.append(number)
+        if torn:
+            _log.warning("torn lines skipped", file=self._where(rel), lines=torn)
+        return JsonlRows(rows, len(torn))
+
+    def rename(self, source: str, target: str) -> None:
+        """Move a file or folder. Atomic on a local file system; a copy on object stores."""
+        with storage_errors(self._where(target)):
+            if self._is_local:
+                origin, destination = self.local_path(source), self.local_path(target)
+                atomic.make_folder(destination.parent)
+                origin.rename(destination)
+                atomic.sync_folder(destination.parent)
+                if origin.parent != destination.parent:
+                    atomic.sync_folder(origin.parent)
+            else:
+                self._fs.mv(self._full(source), self._full(target), recursive=True)
+
+    def remove_tree(self, rel: str) -> None:
+        """Delete the file or folder ``rel``; nothing happens when it is missing."""
+        with storage_errors(self._where(rel)):
+            if self._is_local:
+                path = self.local_path(rel)
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink(missing_ok=True)
+            elif self._fs.exists(self._full(rel)):
+                self._fs.rm(self._full(rel), recursive=True)
+
+    def put_file(self, local: Path, rel: str) -> None:
+        """Copy a file of this machine to ``rel``, atomically."""
+        with storage_errors(self._where(rel)):
+            if self._is_local:
+                atomic.copy_file(local, self.local_path(rel))
+            else:
+                self._fs.put_file(str(local), self._full(rel))
+
+    def get_file(self, rel: str, local: Path) -> None:
+        """Copy ``rel`` to a file of this machine; parents are created."""
+        local.parent.mkdir(parents=True, exist_ok=True)
+        with storage_errors(str(local)):
+            self._fs.get_file(self._full(rel), str(local))
+
+    def _jsonl_bytes(self, rel: str) -> bytes:
+        if self._is_local:
+            path = self.local_path(rel)
+            return path.read_bytes() if path.exists() else b""
+        folder = rel + _PARTS
+        return b"".join(self.read_bytes(f"{folder}/{name}") for name in self.list(folder))
+
+    def _full(self, rel: str) -> str:
+        checked = _checked(rel)
+        return f"{self._base}/{checked}" if checked else self._base
+
+    def _where(self, rel: str) -> str:
+        return f"{self._root}/{rel}" if rel else self._root
+
+
+def free_bytes(root: str | Path) -> int | None:
+    """Bytes that this user can still write under ``root``; None when it is not local.
+
+    The nearest existing parent answers for a root that does not exist yet.
+    """
+    store = Store(root)
+    if not store.is_local:
+        return None
+    path = Path(store.root)
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free
+
+
+def _open(root: str) -> tuple[Any, str]:
+    """File system and its absolute path for a root; listings are never cached."""
+    protocol = fsspec.utils.get_protocol(root)
+    location = str(Path(root).expanduser()) if protocol == "file" and "://" not in root else root
+    try:
+        filesystem, base = fsspec.core.url_to_fs(location, use_listings_cache=False)
+    except ImportError as error:
+        extra = _EXTRAS.get(protocol)
+        hint = f"install the extra perdure[{extra}]" if extra else "install its fsspec package"
+        raise ConfigurationError(f"output.root {root!r}: {error}; {hint}") from error
+    except ValueError as error:
+        raise ConfigurationError(f"output.root {root!r}: {error}") from error
+    return filesystem, str(base).rstrip("/") or "/"
+
+
+def _checked(rel: str) -> str:
+    """``rel`` unless it would leave the root."""
+    path = PurePosixPath(rel)
+    if path.is_absolute() or ".." in path.parts:
+        raise ValueError(f"{rel!r} must be a relative path inside the output root")
+    return "" if rel in ("", ".") else str(path)
