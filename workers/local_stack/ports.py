@@ -1,0 +1,47 @@
+"""Which ports the stack listens on."""
+
+import socket
+
+from models.errors import ConfigurationError
+
+TEMPORAL_PORT = 7233
+"""Temporal's own default, so that the stock CLI finds the server without options."""
+UI_PORT = 8233
+LOOPBACK = "127.0.0.1"
+
+
+def is_free(port: int) -> bool:
+    """Whether a listener could bind the loopback port now."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((LOOPBACK, port))
+        except OSError:
+            return False
+        return True
+
+
+def free_port() -> int:
+    """A port that the kernel hands out."""
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def choose(wanted: str | None, default: int, what: str) -> int:
+    """The wanted port or an error; without a wish the default, or any free one if it is taken.
+
+    Raises:
+        ConfigurationError: the wish is no port number, or the port is taken.
+    """
+    if wanted is None:
+        return default if is_free(default) else free_port()
+    if not wanted.isdigit() or not 0 < int(wanted) < 65536:
+        raise ConfigurationError(f"{what}={wanted!r} is not a port number (1 to 65535)")
+    if not is_free(int(wanted)):
+        raise ConfigurationError(
+            f"{what}={wanted}: another process listens on {LOOPBACK}:{wanted}; end it, choose "
+            "another port, or unset the variable to take any free one"
+        )
+    return int(wanted)
