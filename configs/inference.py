@@ -33,7 +33,7 @@ class InferenceSection(Section):
     server_concurrency: int = Field(default=64, ge=1)
     """Generation calls that the producer keeps open per engine."""
     deterministic: bool = False
-    """Decode in batches of one fixed shape, so that a response does not depend on its neighbours."""
+    """Decode in batches of one fixed shape: a response does not depend on its neighbors."""
     request_timeout_s: float = Field(default=600.0, gt=0)
     """Deadline of one generation request, queueing included."""
     start_timeout_s: float = Field(default=180.0, gt=0)

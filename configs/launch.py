@@ -56,7 +56,8 @@ class OutputSection(Section):
     """``[output]``."""
 
     root: str = Field(min_length=1)
-    """Output root: a folder or an fsspec URL; relative paths resolve against the run file."""
+    """Output root: a folder or an fsspec URL. A relative folder is relative to the current
+    directory; every other path of a run file is relative to the run file's folder."""
     export_hf: bool = False
     """Write the final Hugging Face folder."""
     hf_dir: str = "export-hf"

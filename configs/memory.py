@@ -1,0 +1,110 @@
+"""How many bytes a run will hold, from the model's shape alone. No weights are read."""
+
+import json
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from configs.model import TinySpec
+from configs.paths import local_model_folder
+from configs.run import RunSpec
+
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+_PROCESS_BYTES = 350 << 20
+"""Interpreter, torch and transformers, resident in each process that computes (measured)."""
+_TINY_VOCABULARY = 100
+"""Newline, 95 printable ASCII characters and four special tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What the estimate needs to know of a decoder."""
+
+    num_parameters: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+
+
+def model_shape(spec: RunSpec) -> ModelShape | None:
+    """The shape of the run's model where this machine can tell: tiny models, local folders."""
+    if spec.model.source == "tiny":
+        return tiny_shape(spec.model.tiny or TinySpec())
+    candidates = [local_model_folder(spec.model.source)]
+    if spec.output.root.startswith("/"):
+        candidates.append(Path(spec.output.root) / "prepared" / "hf")
+    for folder in candidates:
+        if folder is not None and (folder / "config.json").is_file():
+            return folder_shape(folder)
+    return None
+
+
+def tiny_shape(tiny: TinySpec) -> ModelShape:
+    """Count a Qwen3 decoder: tied embedding, feed-forward 4 x width, per-head query/key norms.
+
+    A layer has q and o of D x D, k and v of D x (kv heads x head), three D x 4D matrices, two
+    norms of D and two of the head size; one norm of D ends the stack.
+    """
+    width, head = tiny.hidden_size, tiny.hidden_size // tiny.num_heads
+    attention = 2 * width * width + 2 * width * tiny.num_kv_heads * head
+    layer = attention + 3 * width * 4 * width + 2 * width + 2 * head
+    parameters = _TINY_VOCABULARY * width + tiny.num_layers * layer + width
+    return ModelShape(parameters, tiny.num_layers, tiny.num_kv_heads, head, _TINY_VOCABULARY)
+
+
+def folder_shape(folder: Path) -> ModelShape | None:
+    """Read ``config.json`` and the headers of the safetensors files; none if there are none."""
+    config: dict[str, Any] = json.loads((folder / "config.json").read_bytes())
+    files = sorted(folder.glob("*.safetensors"))
+    if not files or "num_hidden_layers" not in config:
+        return None
+    heads = config["num_attention_heads"]
+    return ModelShape(
+        num_parameters=sum(_num_elements(file) for file in files),
+        num_layers=config["num_hidden_layers"],
+        num_kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+        vocab_size=config["vocab_size"],
+    )
+
+
+def estimate(spec: RunSpec, shape: ModelShape) -> dict[str, int]:
+    """Bytes of the trainer's and of one engine's largest holdings, and of all processes.
+
+    Trainer: 16 bytes a parameter (float32 weights, gradient and two Adam moments), a copy in the
+    compute dtype when that is another, and log-softmax of one chunk (logits, their gradient and
+    the float32 softmax). Engine: weights, and keys and values of every running request at its
+    full length. Activations are not counted.
+    """
+    compute = _DTYPE_BYTES[spec.trainer.compute_dtype]
+    serving = _DTYPE_BYTES[spec.inference.dtype]
+    states = 16 * shape.num_parameters
+    if spec.trainer.compute_dtype != "float32":
+        states += compute * shape.num_parameters
+    logits = spec.trainer.logprob_chunk_tokens * shape.vocab_size * (2 * compute + 4)
+    weights = serving * shape.num_parameters
+    tokens = spec.inference.max_running_requests * spec.core.max_context_length
+    per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * serving
+    trainer = states + logits + _PROCESS_BYTES
+    engine = weights + tokens * per_token + _PROCESS_BYTES
+    return {
+        "num_parameters": shape.num_parameters,
+        "trainer_states_bytes": states,
+        "trainer_logits_bytes": logits,
+        "engine_weights_bytes": weights,
+        "engine_kv_cache_bytes": tokens * per_token,
+        "total_bytes": trainer + spec.inference.num_engines * engine,
+    }
+
+
+def _num_elements(file: Path) -> int:
+    """Elements of every tensor in a safetensors file: its header is length-prefixed JSON."""
+    with file.open("rb") as stream:
+        (length,) = struct.unpack("<Q", stream.read(8))
+        header: dict[str, Any] = json.loads(stream.read(length))
+    return sum(
+        math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__"
+    )

@@ -1,0 +1,169 @@
+"""What a run will do, worked out before anything starts."""
+
+import re
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+from typing import Any
+
+from configs.checks import has_held_out
+from configs.load import Loaded
+from configs.memory import estimate, model_shape
+from configs.run import RunSpec
+from models.run import LoopPlan
+
+_FREQUENT_SAVE = 5
+_FREQUENT_EVAL = 2
+
+
+def build_plan(loaded: Loaded) -> dict[str, Any]:
+    """The whole plan as plain JSON: settings, stages, shape, allocation, memory, warnings."""
+    spec, document = loaded.spec, loaded.document
+    shape = model_shape(spec)
+    return {
+        "schema_version": 1,
+        "name": spec.name,
+        "run_id": spec.run_id,
+        "config_path": loaded.path,
+        "spec_sha256": loaded.sha256,
+        "identity_sha256": loaded.identity,
+        "model": document["model"],
+        "data": document["data"],
+        "output": document["output"],
+        "launch": document["launch"],
+        "evaluation": document["evaluation"],
+        "tracking": document["tracking"],
+        "runtime": {
+            **{key: document[key] for key in ("training", "optimizer", "core")},
+            **{key: document[key] for key in ("trainer", "inference")},
+            "shape": _shape(spec),
+        },
+        "allocation": _allocation(spec),
+        "memory": estimate(spec, shape) if shape else None,
+        "loop": loop_plan(spec).model_dump(mode="json"),
+        "stages": _stages(spec),
+        "warnings": [dict(zip(("code", "message"), pair, strict=True)) for pair in _warnings(spec)],
+        "runtime_validated": False,
+    }
+
+
+def loop_plan(spec: RunSpec, infra_timeout_multiplier: float = 1.0) -> LoopPlan:
+    """The part of ``spec`` that decides the order of stages, defaults worked out."""
+    held_out = has_held_out(spec)
+    saves = spec.training.save_checkpoints
+    return LoopPlan(
+        num_rollouts=spec.training.num_rollouts,
+        steps_per_update=spec.steps_per_update,
+        max_policy_lag=spec.core.max_policy_lag,
+        save_checkpoints=saves,
+        save_interval=(spec.training.save_interval or spec.training.num_rollouts)
+        if saves
+        else None,
+        eval_interval=spec.evaluation.interval if held_out else None,
+        eval_initial=spec.evaluation.initial and held_out,
+        eval_final=spec.evaluation.final and held_out,
+        export_hf=spec.output.export_hf,
+        max_run_seconds=spec.core.max_run_seconds,
+        continue_as_new_updates=spec.core.continue_as_new_updates,
+        max_recoveries=spec.launch.max_recoveries,
+        heartbeat_timeout_s=spec.launch.heartbeat_timeout_s,
+        infra_timeout_multiplier=infra_timeout_multiplier,
+        model_name=model_name(spec),
+        recipe_name=spec.name,
+    )
+
+
+def model_name(spec: RunSpec) -> str:
+    """A short name of the model for people: the last part of its source."""
+    return PurePosixPath(re.sub(r"^\w+:(//)?", "", spec.model.source)).name
+
+
+def _stages(spec: RunSpec) -> list[str]:
+    loop = loop_plan(spec)
+    stages = ["claim", "prepare_model", "prepare_data", "start_fleet", "publish"]
+    stages += ["evaluate_initial"] if loop.eval_initial else []
+    stages += ["train"]
+    stages += ["checkpoint"] if loop.save_checkpoints else []
+    stages += ["evaluate_final"] if loop.eval_final else []
+    return stages + (["export_hf"] if loop.export_hf else [])
+
+
+def _shape(spec: RunSpec) -> dict[str, Any]:
+    steps = spec.steps_per_update
+    return {
+        "updates": spec.training.num_rollouts,
+        "samples_per_collection": spec.samples_per_collection,
+        "samples_per_optimizer_step": spec.samples_per_collection // steps,
+        "optimizer_steps_per_collection": steps,
+        "optimizer_steps": steps * spec.training.num_rollouts,
+        "max_policy_lag_optimizer_steps": spec.core.max_policy_lag,
+        "overlapped": spec.overlaps,
+        "tis": spec.uses_tis,
+    }
+
+
+def _allocation(spec: RunSpec) -> dict[str, Any]:
+    return {
+        "fleet": spec.launch.fleet,
+        "trainer_processes": 1,
+        "trainer_threads": spec.trainer.num_threads,
+        "engine_processes": spec.inference.num_engines,
+        "engine_threads": spec.inference.num_threads,
+        "producer_processes": 1,
+        "request_slots": spec.inference.num_engines * spec.inference.max_running_requests,
+    }
+
+
+def _warnings(spec: RunSpec) -> Iterator[tuple[str, str]]:
+    yield from _cadence_warnings(spec)
+    yield from _throughput_warnings(spec)
+    inference = spec.inference
+    if inference.top_p < 1 or inference.top_k != -1:
+        yield (
+            "truncated_sampling",
+            "top_p or top_k cuts the distribution that is sampled, while log-probs are of the "
+            "full one; importance weights are biased",
+        )
+    if spec.training.samples_per_prompt == 1:
+        yield "no_group_signal", "one sample a prompt has advantage 0: no update changes a weight"
+    if spec.optimizer.learning_rate == 0:
+        yield "learning_rate_zero", "optimizer.learning_rate is 0: no update changes a weight"
+
+
+def _cadence_warnings(spec: RunSpec) -> Iterator[tuple[str, str]]:
+    loop = loop_plan(spec)
+    if not loop.save_checkpoints:
+        yield "no_checkpoints", "training.save_checkpoints is false: a lost trainer starts over"
+    elif loop.save_interval is not None and loop.save_interval >= loop.num_rollouts > 1:
+        yield (
+            "only_last_checkpoint",
+            "the only checkpoint is the last: a lost trainer starts over; set "
+            "training.save_interval",
+        )
+    elif loop.save_interval is not None and loop.save_interval <= _FREQUENT_SAVE:
+        yield (
+            "frequent_save",
+            f"a checkpoint every {loop.save_interval} updates costs training time",
+        )
+    if loop.eval_interval is not None and loop.eval_interval <= _FREQUENT_EVAL:
+        yield (
+            "frequent_eval",
+            f"an evaluation every {loop.eval_interval} updates stops sampling for training",
+        )
+
+
+def _throughput_warnings(spec: RunSpec) -> Iterator[tuple[str, str]]:
+    inference, samples = spec.inference, spec.samples_per_collection
+    slots = inference.num_engines * inference.max_running_requests
+    open_calls = inference.num_engines * inference.server_concurrency
+    if not spec.overlaps and samples < slots and inference.num_engines > 1:
+        yield (
+            "sync_collection_underfeeds_fleet",
+            f"a sequential collection of {samples} samples cannot fill {slots} request slots; "
+            "use fewer engines or raise training.rollout_batch_size",
+        )
+    if open_calls < min(slots, samples):
+        yield (
+            "concurrency_below_slots",
+            f"{open_calls} open calls (inference.server_concurrency) leave some of {slots} "
+            "request slots empty",
+        )
