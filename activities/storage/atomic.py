@@ -49,6 +49,13 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def sync_file(path: Path) -> None:
+    """Make the content and the name of a finished file durable."""
+    with path.open("rb") as stream:
+        os.fsync(stream.fileno())
+    sync_folder(path.parent)
+
+
 def make_folder(folder: Path) -> None:
     """Create ``folder`` and its missing parents, each made durable in its own parent."""
     missing: list[Path] = []

@@ -168,6 +168,12 @@ class Store:
             _log.warning("torn lines skipped", file=self._where(rel), lines=torn)
         return JsonlRows(rows, len(torn))
 
+    def make_durable(self, rel: str) -> None:
+        """Flush a local file that somebody else wrote, and its folder, to the device."""
+        if self._is_local:
+            with storage_errors(self._where(rel)):
+                atomic.sync_file(self.local_path(rel))
+
     def rename(self, source: str, target: str) -> None:
         """Move a file or folder. Atomic on a local file system; a copy on object stores."""
         with storage_errors(self._where(target)):

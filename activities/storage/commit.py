@@ -1,0 +1,299 @@
+"""Checkpoint protocol: a checkpoint exists from the moment its completion marker does.
+
+Order of a commit: the trainer writes its files into a folder that no other attempt uses; cursor and
+ledger; every file is read back and made durable; ``complete.json`` with every digest; the pointer
+``core-latest.json``. A kill in front of the marker leaves the previous checkpoint the newest one; a
+kill behind it leaves the new one, pointer or not.
+"""
+
+import hashlib
+import re
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import structlog
+
+from activities.storage import layout
+from activities.storage.lease import require_epoch
+from activities.storage.store import Store
+from models.checkpoint import CheckpointFile, CheckpointMarker, CheckpointRef, PolicyClock
+from models.errors import ConfigurationError, ContractViolation, DigestMismatch, PerdureError
+from models.ids import FenceToken, RunRef
+from models.prompt import DataState
+
+_FOLDER = re.compile(r"rollout_(\d{7,})\.e(\d+)u(\d+)a(\d+)")
+_SCHEMA_VERSION = 2
+
+_log = structlog.get_logger(__name__)
+
+
+class _Place(NamedTuple):
+    """A checkpoint folder by its name; sorts as (update, epoch, fence update, attempt)."""
+
+    update: int
+    epoch: int
+    fence_update: int
+    attempt: int
+    folder: str
+
+
+def commit_checkpoint(
+    store: Store,
+    run: RunRef,
+    token: FenceToken,
+    clock: PolicyClock,
+    cursor: DataState,
+    files: Sequence[CheckpointFile],
+    folder: str,
+    metrics: Mapping[str, float] | None = None,
+) -> CheckpointRef:
+    """Commit the ``files`` that the trainer wrote into ``folder`` together with ``cursor``.
+
+    Repeating a commit whose answer was lost returns the same reference. Raises ``StaleFence`` when
+    the token's epoch no longer owns the root, ``DigestMismatch`` naming a file that is not on
+    storage as reported, ``ContractViolation`` for a folder of another token or clock.
+    """
+    started = time.monotonic()
+    expected = layout.checkpoint_folder(clock.next_rollout_id - 1, token)
+    if folder != expected:
+        raise ContractViolation(f"checkpoint folder {folder!r} must be {expected!r} for {token}")
+    require_epoch(store, token.epoch)
+    data = cursor.model_dump_json(indent=2).encode() + b"\n"
+    cursor_file = CheckpointFile(path=layout.CURSOR, sha256=_sha256(data), num_bytes=len(data))
+    every_file = (*files, cursor_file)
+    marker_path = f"{folder}/{layout.COMPLETE}"
+    if store.exists(marker_path):
+        encoded = _same_commit(store, marker_path, clock, every_file)
+    else:
+        store.write_bytes(f"{folder}/{layout.CURSOR}", data)
+        for file in every_file:
+            _verify_file(store, folder, file)
+            store.make_durable(f"{folder}/{file.path}")
+        marker = CheckpointMarker(
+            run_id=run.run_id,
+            spec_sha256=run.spec_sha256,
+            epoch=token.epoch,
+            clock=clock,
+            cursor_sha256=cursor_file.sha256,
+            files=every_file,
+            created_unix=time.time(),
+            metrics=dict(metrics or {}),
+        )
+        encoded = marker.model_dump_json(indent=2).encode() + b"\n"
+        require_epoch(store, token.epoch)
+        store.write_bytes(marker_path, encoded)
+    pointer = {"rollout_id": clock.next_rollout_id - 1, "folder": folder}
+    store.write_json(layout.LATEST, pointer)
+    return _reference(folder, clock, encoded, time.monotonic() - started)
+
+
+def newest_checkpoint(store: Store) -> CheckpointRef | None:
+    """The newest committed checkpoint by (next_rollout_id, epoch, update, attempt), or None.
+
+    Folders are scanned; the pointer is for people only and may be stale or missing. Folders without
+    a readable marker do not count. One whose marker names files that are missing or have another
+    size is passed over with a warning, but when nothing else is left it raises ``DigestMismatch``:
+    a damaged run must not silently start over.
+    """
+    damage: list[str] = []
+    for place in _places(store):
+        marker, encoded = _load_marker(store, place.folder)
+        if marker is None:
+            continue
+        fault = _damage(store, place.folder, marker)
+        if fault is None:
+            return _reference(place.folder, marker.clock, encoded)
+        _log.warning("damaged checkpoint passed over", reason=fault)
+        damage.append(fault)
+    if damage:
+        raise DigestMismatch(
+            f"no intact checkpoint is left: {'; '.join(damage)}. Restore the named files, or start "
+            "afresh with another output.root"
+        )
+    return None
+
+
+def read_marker(store: Store, ref: CheckpointRef) -> CheckpointMarker:
+    """The completion marker of ``ref``; ``DigestMismatch`` when it is not the recorded one."""
+    path = f"{ref.folder}/{layout.COMPLETE}"
+    encoded = _existing(store, path)
+    _require_digest(store, path, ref.marker_sha256, _sha256(encoded))
+    return CheckpointMarker.model_validate_json(encoded)
+
+
+def read_cursor(store: Store, ref: CheckpointRef) -> DataState:
+    """Cursor and ledger of ``ref``; ``DigestMismatch`` when missing or altered."""
+    marker = read_marker(store, ref)
+    path = f"{ref.folder}/{layout.CURSOR}"
+    data = _existing(store, path)
+    _require_digest(store, path, marker.cursor_sha256, _sha256(data))
+    return DataState.model_validate_json(data)
+
+
+def verify_checkpoint(store: Store, ref: CheckpointRef) -> CheckpointMarker:
+    """Re-read every byte of ``ref``; ``DigestMismatch`` names the first file that differs."""
+    marker = read_marker(store, ref)
+    for file in marker.files:
+        _verify_file(store, ref.folder, file)
+    return marker
+
+
+def check_identity(marker: CheckpointMarker, run: RunRef, accepted: Collection[str] = ()) -> None:
+    """Refuse to resume ``marker`` under another configuration, naming both digests.
+
+    ``accepted`` are further digests that the caller found to differ in allowed fields only.
+    """
+    if marker.spec_sha256 == run.spec_sha256 or marker.spec_sha256 in accepted:
+        return
+    raise ConfigurationError(
+        f"the configuration of {run.run_id} changed: its checkpoint in {run.root} was written "
+        f"under {marker.spec_sha256}, the run file now resolves to {run.spec_sha256}; restore the "
+        "run file, or choose another name and output.root for a new run"
+    )
+
+
+def retain(
+    store: Store, keep_last: int | None, keep_every: int | None, latest: CheckpointRef
+) -> tuple[str, ...]:
+    """Delete what need not be kept; return the folders deleted.
+
+    Kept: the ``keep_last`` newest intact updates (None keeps all), every update u with
+    (u + 1) % keep_every == 0, and always ``latest`` and the newest intact one. An older attempt's
+    copy of an update and folders without a marker of epochs before ``latest``'s go too; damaged
+    ones stay for inspection. A failed deletion is a warning only.
+    """
+    places = _places(store)
+    intact, unmarked = _sorted_out(store, places)
+    newest_of_update = {place.update: place for place in reversed(intact)}
+    updates = sorted(newest_of_update, reverse=True)
+    kept_updates = set(updates if keep_last is None else updates[: max(keep_last, 1)])
+    if keep_every is not None:
+        kept_updates.update(update for update in updates if (update + 1) % keep_every == 0)
+    kept = {newest_of_update[update].folder for update in kept_updates} | {latest.folder}
+    epoch = max((place.epoch for place in places if place.folder == latest.folder), default=0)
+    doomed = [place.folder for place in intact if place.folder not in kept]
+    doomed += [place.folder for place in unmarked if place.epoch < epoch]
+    return tuple(folder for folder in doomed if _deleted(store, folder))
+
+
+def _sorted_out(store: Store, places: Sequence[_Place]) -> tuple[list[_Place], list[_Place]]:
+    """Intact places and those without a readable marker, newest first each."""
+    intact: list[_Place] = []
+    unmarked: list[_Place] = []
+    for place in places:
+        marker, _ = _load_marker(store, place.folder)
+        if marker is None:
+            unmarked.append(place)
+        elif _damage(store, place.folder, marker) is None:
+            intact.append(place)
+    return intact, unmarked
+
+
+def _deleted(store: Store, folder: str) -> bool:
+    try:
+        # The marker goes first: a deletion cut short leaves a folder that does not count.
+        store.remove_tree(f"{folder}/{layout.COMPLETE}")
+        store.remove_tree(folder)
+    except (OSError, PerdureError) as error:
+        _log.warning("checkpoint not deleted", folder=folder, reason=str(error))
+        return False
+    return True
+
+
+def _places(store: Store) -> list[_Place]:
+    """Every checkpoint folder, newest first, marker or not."""
+    return sorted(_named_places(store), reverse=True)
+
+
+def _named_places(store: Store) -> Iterator[_Place]:
+    for name in store.list(layout.CHECKPOINT_FOLDERS):
+        if match := _FOLDER.fullmatch(name):
+            update, epoch, fence_update, attempt = map(int, match.groups())
+            folder = f"{layout.CHECKPOINT_FOLDERS}/{name}"
+            yield _Place(update, epoch, fence_update, attempt, folder)
+
+
+def _load_marker(store: Store, folder: str) -> tuple[CheckpointMarker | None, bytes]:
+    """Marker and its bytes; no marker when it is missing or does not parse."""
+    path = f"{folder}/{layout.COMPLETE}"
+    try:
+        encoded = store.read_bytes(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None, b""
+    try:
+        marker = CheckpointMarker.model_validate_json(encoded)
+    except ValueError as error:
+        _log.warning("unreadable marker ignored", file=f"{store.root}/{path}", reason=str(error))
+        return None, encoded
+    if marker.schema_version > _SCHEMA_VERSION:
+        raise ContractViolation(
+            f"{store.root}/{path} has schema {marker.schema_version}, this version of Perdure "
+            f"reads up to {_SCHEMA_VERSION}; resume with the newer version that wrote it"
+        )
+    return marker, encoded
+
+
+def _damage(store: Store, folder: str, marker: CheckpointMarker) -> str | None:
+    """What is wrong with the sizes of the files under ``marker``; None when nothing is."""
+    for file in marker.files:
+        where = f"{store.root}/{folder}/{file.path}"
+        try:
+            size = store.size(f"{folder}/{file.path}")
+        except FileNotFoundError:
+            return f"{where} is missing"
+        if size != file.num_bytes:
+            return f"{where} has {size} bytes instead of {file.num_bytes}"
+    return None
+
+
+def _verify_file(store: Store, folder: str, file: CheckpointFile) -> None:
+    path = f"{folder}/{file.path}"
+    try:
+        size = store.size(path)
+    except FileNotFoundError as error:
+        raise DigestMismatch(f"{store.root}/{path} is missing") from error
+    if size != file.num_bytes:
+        raise DigestMismatch(
+            f"{store.root}/{path} has {size} bytes instead of the recorded {file.num_bytes}"
+        )
+    _require_digest(store, path, file.sha256, store.sha256(path))
+
+
+def _require_digest(store: Store, path: str, recorded: str, found: str) -> None:
+    if recorded != found:
+        raise DigestMismatch(f"{store.root}/{path}: recorded SHA-256 {recorded}, found {found}")
+
+
+def _existing(store: Store, path: str) -> bytes:
+    try:
+        return store.read_bytes(path)
+    except FileNotFoundError as error:
+        raise DigestMismatch(f"{store.root}/{path} is missing") from error
+
+
+def _same_commit(
+    store: Store, path: str, clock: PolicyClock, files: tuple[CheckpointFile, ...]
+) -> bytes:
+    """Bytes of a marker that already stands, if it is of the very same commit."""
+    encoded = store.read_bytes(path)
+    marker = CheckpointMarker.model_validate_json(encoded)
+    if marker.clock != clock or marker.files != files:
+        raise ContractViolation(f"{store.root}/{path} is committed already, with other content")
+    return encoded
+
+
+def _reference(
+    folder: str, clock: PolicyClock, encoded: bytes, seconds: float = 0.0
+) -> CheckpointRef:
+    return CheckpointRef(
+        update=clock.next_rollout_id - 1,
+        policy_version=clock.completed_steps,
+        folder=folder,
+        marker_sha256=_sha256(encoded),
+        seconds=seconds,
+    )
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
