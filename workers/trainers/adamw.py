@@ -1,0 +1,81 @@
+"""AdamW in float32: one step with clipping, and how far it moved the parameters."""
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from configs.training import OptimizerSection
+from models.errors import NonFiniteLoss
+
+_SLICE = 1 << 20  # elements: temporaries of this size stay in the processor's cache
+
+
+def build_optimizer(
+    parameters: Iterable[nn.Parameter], section: OptimizerSection
+) -> torch.optim.AdamW:
+    """The optimizer of ``[optimizer]``; the learning rate is set before each step."""
+    return torch.optim.AdamW(
+        parameters,
+        lr=section.learning_rate,
+        betas=(section.adam_beta1, section.adam_beta2),
+        eps=section.adam_eps,
+        weight_decay=section.weight_decay,
+        fused=True,
+    )
+
+
+def clip_gradients(parameters: Sequence[nn.Parameter], limit: float) -> float:
+    """Scale gradients so that their global L2 norm is at most ``limit`` (0: leave them).
+
+    Returns:
+        The norm before clipping.
+
+    Raises:
+        NonFiniteLoss: the norm is NaN or infinite; nothing was changed.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norm = float(torch.nn.utils.get_total_norm(gradients, foreach=True))
+    if not math.isfinite(norm):
+        raise NonFiniteLoss(f"the gradient norm is {norm}; the weights were not changed")
+    if 0 < limit < norm:
+        torch._foreach_mul_(gradients, limit / (norm + 1e-6))
+    return norm
+
+
+@torch.no_grad()
+def last_step_norm(optimizer: torch.optim.AdamW) -> float:
+    """L2 norm of the step that was just taken, recomputed from the optimizer's state.
+
+    With bias-corrected moments m and v: step = lr * m / (sqrt(v) + eps), and with decay w the old
+    parameter q = (p + step) / (1 - lr * w) moved by lr * w * q as well.
+    """
+    total = 0.0
+    for group in optimizer.param_groups:
+        beta1, beta2 = group["betas"]
+        decay = group["lr"] * group["weight_decay"]
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter)
+            if not state:
+                continue
+            steps = float(state["step"])
+            rate = group["lr"] / (1 - beta1**steps)
+            correction = math.sqrt(1 - beta2**steps)
+            slices = zip(
+                parameter.reshape(-1).split(_SLICE),
+                state["exp_avg"].reshape(-1).split(_SLICE),
+                state["exp_avg_sq"].reshape(-1).split(_SLICE),
+                strict=True,
+            )
+            for p, m, v in slices:
+                moved = _slice_step(m, v, rate, correction, group["eps"])
+                if decay:
+                    moved = moved + (p + moved) * (decay / (1 - decay))
+                total += float(torch.linalg.vector_norm(moved)) ** 2
+    return math.sqrt(total)
+
+
+def _slice_step(m: Tensor, v: Tensor, rate: float, correction: float, eps: float) -> Tensor:
+    """Adam's step of one slice: rate * m / (sqrt(v) / correction + eps)."""
+    return m.mul(rate).div_(v.sqrt().div_(correction).add_(eps))

@@ -1,0 +1,170 @@
+"""A collection as the trainer sees it: flat response tokens, samples, optimizer steps.
+
+All per-token vectors run over the response tokens of all samples, sample after sample:
+
+    sample   s0 s0 s0 | s1 | s2 s2        lengths [3, 1, 2]   offsets [0, 3, 4]
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from models.errors import ContractViolation, NonFiniteLoss
+from models.sample import Sample, SampleGroup
+from workers.trainers.packing import Response, Row
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingSample:
+    """One response with its place in the flat vectors."""
+
+    group: int
+    """Position of the group in the collection."""
+    prompt_ids: list[int]
+    response_ids: list[int]
+    offset: int
+    advantage: float
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingBatch:
+    """One collection: S samples, N response tokens."""
+
+    samples: tuple[TrainingSample, ...]
+    behavior: Tensor  # [N] float32 log-probs at sampling time
+    advantages: Tensor  # [N] float32
+    oldest_version: int | None
+    """Oldest behavior version of any token; none when every response is empty."""
+    num_groups: int
+
+    @classmethod
+    def of(cls, groups: Sequence[SampleGroup]) -> "TrainingBatch":
+        """Flatten groups in their order; refuse what cannot be trained on.
+
+        Raises:
+            ContractViolation: lengths that do not fit together, or a group without advantages.
+            NonFiniteLoss: a log-prob or an advantage that is not a finite number.
+        """
+        samples: list[TrainingSample] = []
+        behavior: list[float] = []
+        versions: list[int] = []
+        for position, group in enumerate(groups):
+            if len(group.advantages) != len(group.samples):
+                raise ContractViolation(
+                    f"group {group.group_index}: {len(group.advantages)} advantages for "
+                    f"{len(group.samples)} samples"
+                )
+            for sample, advantage in zip(group.samples, group.advantages, strict=True):
+                _validate(group, sample, advantage)
+                samples.append(
+                    TrainingSample(
+                        position,
+                        sample.prompt_token_ids,
+                        sample.response_token_ids,
+                        len(behavior),
+                        advantage,
+                    )
+                )
+                behavior.extend(sample.logprobs)
+                versions.extend(span.version for span in sample.spans)
+        lengths = torch.tensor([len(s.response_ids) for s in samples], dtype=torch.long)
+        per_sample = torch.tensor([s.advantage for s in samples], dtype=torch.float32)
+        return cls(
+            samples=tuple(samples),
+            behavior=torch.tensor(behavior, dtype=torch.float32),
+            advantages=per_sample.repeat_interleave(lengths),
+            oldest_version=min(versions, default=None),
+            num_groups=len(groups),
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Response tokens of all samples."""
+        return len(self.behavior)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One optimizer step: which samples count, which go through the model."""
+
+    members: tuple[int, ...]
+    """Every sample of the step; all of them count in the denominators."""
+    active: tuple[int, ...]
+    """The samples that go through the model: those that can have a gradient, with siblings."""
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether the step has a policy gradient at all."""
+        return bool(self.active)
+
+
+def plan_steps(
+    batch: TrainingBatch, num_steps: int, seed: int, *, keep_tied: bool
+) -> list[StepPlan]:
+    """Deal the samples to optimizer steps of equal size by a seeded permutation.
+
+    Siblings of one step that all have advantage zero are left out of the model, which is exact
+    unless the loss has a term without the advantage (``keep_tied``, for the entropy bonus). A step
+    without any advantage at all is inactive either way: it would step on momentum alone.
+    """
+    size, rest = divmod(len(batch.samples), num_steps)
+    if rest or not size:
+        raise ContractViolation(
+            f"{len(batch.samples)} samples cannot be dealt to {num_steps} optimizer steps evenly"
+        )
+    order = list(range(len(batch.samples)))
+    if num_steps > 1:
+        generator = torch.Generator().manual_seed(seed)
+        order = torch.randperm(len(order), generator=generator).tolist()
+    plans = []
+    for start in range(0, len(order), size):
+        members = sorted(order[start : start + size])
+        mixed = {batch.samples[m].group for m in members if batch.samples[m].advantage != 0.0}
+        everything = keep_tied and bool(mixed)
+        active = [m for m in members if everything or batch.samples[m].group in mixed]
+        plans.append(StepPlan(tuple(members), tuple(active)))
+    return plans
+
+
+def rows_of(batch: TrainingBatch, members: Sequence[int]) -> list[Row]:
+    """One packed row per group for the given samples, in collection order."""
+    siblings: dict[int, list[int]] = {}
+    for member in members:
+        siblings.setdefault(batch.samples[member].group, []).append(member)
+    return [
+        Row(
+            batch.samples[group[0]].prompt_ids,
+            tuple(Response(batch.samples[m].response_ids, batch.samples[m].offset) for m in group),
+        )
+        for group in siblings.values()
+    ]
+
+
+def update_seed(seed: int, update: int) -> int:
+    """The seed of everything random in one update: a function of the run's seed and the index."""
+    digest = hashlib.sha256(f"{seed}:{update}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def _validate(group: SampleGroup, sample: Sample, advantage: float) -> None:
+    """Refuse a sample whose parts do not fit together."""
+    where = f"group {group.group_index}, sample {sample.sample_index}"
+    if len(sample.logprobs) != len(sample.response_token_ids):
+        raise ContractViolation(
+            f"{where}: {len(sample.logprobs)} log-probs for "
+            f"{len(sample.response_token_ids)} response tokens"
+        )
+    if not sample.prompt_token_ids:
+        raise ContractViolation(f"{where}: empty prompt")
+    if sample.prompt_token_ids != group.samples[0].prompt_token_ids:
+        raise ContractViolation(f"{where}: its prompt differs from its siblings' prompt")
+    if sample.response_token_ids and not sample.spans:
+        raise ContractViolation(f"{where}: no token spans, so its behavior version is unknown")
+    if not math.isfinite(advantage):
+        raise NonFiniteLoss(f"{where}: advantage is {advantage}")
+    if not all(map(math.isfinite, sample.logprobs)):
+        raise NonFiniteLoss(f"{where}: a behavior log-prob is not finite")

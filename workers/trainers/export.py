@@ -1,0 +1,122 @@
+"""The final Hugging Face folder: written, re-loaded, compared, then marked ``.complete``."""
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from models.errors import ContractViolation
+from models.evaluation import ExportReport
+from workers.sources.folders import staged
+from workers.trainers.load import load_model
+from workers.trainers.weights import fill_model_folder, named_weights
+
+COMPLETE = ".complete"
+_FLOAT32_TOLERANCE = 1e-4
+_PROBE_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ExportProbe:
+    """A held-out question that the exported model answers greedily."""
+
+    prompt_ids: tuple[int, ...]
+    question: str
+    max_new_tokens: int
+
+
+def export_hf(
+    model: Any,
+    companions: Path,
+    folder: Path,
+    probe: ExportProbe,
+    *,
+    policy_version: int,
+    uri: str,
+) -> ExportReport:
+    """Write ``folder`` (made exclusively) in the prepared model's own dtype and prove it loads.
+
+    Every re-loaded parameter must equal the trainer's, cast, bit for bit; the logits on probe
+    tokens are compared in float32, the trainer's master weights against the re-loaded folder.
+
+    Raises:
+        ContractViolation: ``folder`` exists, or what was re-loaded differs.
+    """
+    started = time.perf_counter()
+    if (folder / COMPLETE).exists():
+        raise ContractViolation(f"{folder} already holds an export; move it away first")
+    if folder.exists():
+        raise ContractViolation(f"{folder} exists and is not a finished export; remove it first")
+    dtype = _companion_dtype(companions)
+    with staged(folder) as stage:
+        fill_model_folder(model, companions, stage, dtype)
+        difference, answer = _prove(model, stage, probe, dtype)
+        (stage / COMPLETE).touch()
+    return ExportReport(
+        uri=uri,
+        policy_version=policy_version,
+        num_bytes=sum(p.stat().st_size for p in folder.iterdir()),
+        num_parameters=sum(p.numel() for p in model.parameters()),
+        max_abs_logit_difference=difference,
+        answer=answer,
+        question=probe.question,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _companion_dtype(companions: Path) -> torch.dtype:
+    """The data type that the prepared model was published in; float32 when it does not say."""
+    config = json.loads((companions / "config.json").read_text())
+    name = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    dtype: torch.dtype = getattr(torch, name.removeprefix("torch."))
+    return dtype
+
+
+def _prove(model: Any, folder: Path, probe: ExportProbe, dtype: torch.dtype) -> tuple[float, str]:
+    """Re-load ``folder`` and compare; returns the largest logit gap and the greedy answer."""
+    loaded = load_model(folder)
+    _compare_weights(model, loaded, dtype, folder)
+    ids = torch.tensor([list(probe.prompt_ids[:_PROBE_TOKENS])])
+    device = next(model.parameters()).device
+    with torch.no_grad():
+        own: Tensor = model(input_ids=ids.to(device), use_cache=False).logits.cpu()
+        again: Tensor = loaded(input_ids=ids, use_cache=False).logits
+    difference = float((own - again).abs().max())
+    if not difference < (_FLOAT32_TOLERANCE if dtype == torch.float32 else float("inf")):
+        raise ContractViolation(f"{folder}: re-loaded logits differ by {difference:.3g}")
+    return difference, _greedy_answer(loaded, folder, probe)
+
+
+def _compare_weights(model: Any, loaded: Any, dtype: torch.dtype, folder: Path) -> None:
+    """Every re-loaded tensor equals the trainer's as cast for the file."""
+    ours, theirs = named_weights(model), named_weights(loaded)
+    if ours.keys() != theirs.keys():
+        raise ContractViolation(
+            f"{folder}: tensors differ: {sorted(ours.keys() ^ theirs.keys())[:3]}"
+        )
+    for name, tensor in ours.items():
+        expected = tensor.detach().cpu()
+        if expected.is_floating_point():
+            expected = expected.to(dtype).float()
+        if not torch.equal(expected, theirs[name].detach()):
+            raise ContractViolation(f"{folder}: {name} was re-loaded with other values")
+
+
+def _greedy_answer(loaded: Any, folder: Path, probe: ExportProbe) -> str:
+    """What the exported folder's own model and tokenizer say to the probe's question."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    prompt = torch.tensor([list(probe.prompt_ids)])
+    with torch.no_grad():
+        output = loaded.generate(
+            input_ids=prompt,
+            attention_mask=torch.ones_like(prompt),
+            do_sample=False,
+            max_new_tokens=probe.max_new_tokens,
+        )
+    answer: str = tokenizer.decode(output[0, prompt.shape[1] :], skip_special_tokens=True)
+    return answer

@@ -1,0 +1,126 @@
+"""Loading the policy for training: master weights in float32, checks that fail before work."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from configs.run import RunSpec
+from models.errors import ConfigurationError
+from workers.trainers.logprobs import Scorer
+from workers.trainers.packing import Response, Row, collate
+
+_PROBE_TOLERANCE = 1e-3  # nats in float32; a post-processed head is off by far more
+_MASTER_BYTES = 16  # a parameter: weight, gradient and two moments in float32
+
+
+def trainer_threads(spec: RunSpec) -> int:
+    """Torch threads of the trainer: as asked, else all cores, or half when sampling overlaps."""
+    if spec.trainer.num_threads is not None:
+        return spec.trainer.num_threads
+    cores = len(os.sched_getaffinity(0))
+    return max(1, cores // 2) if spec.overlaps else cores
+
+
+def load_policy(spec: RunSpec, model_dir: Path) -> Any:
+    """The model of ``model_dir`` in float32, ready to train, on the accelerator if there is one.
+
+    Dropout stays off (evaluation mode): the log-probs of a response must not depend on the pass.
+
+    Raises:
+        ConfigurationError: the model cannot be trained with packed rows.
+    """
+    model = load_model(model_dir, attention=spec.trainer.attention)
+    _refuse_short_windows(spec, model.config)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model.to(device).eval().requires_grad_(True)
+    _refuse_foreign_head(model)
+    return model
+
+
+def load_model(
+    model_dir: Path, attention: str = "eager", dtype: torch.dtype = torch.float32
+) -> Any:
+    """A causal LM from a local folder, quietly."""
+    transformers.utils.logging.disable_progress_bar()
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        model_dir, dtype=dtype, attn_implementation=attention, local_files_only=True
+    )
+
+
+def describe_trainer(spec: RunSpec, model: Any, resident_bytes: int) -> dict[str, Any]:
+    """Data types and memory: what is expected beside what is observed."""
+    parameters = sum(p.numel() for p in model.parameters())
+    vocabulary = model.get_output_embeddings().weight.shape[0]
+    logits = spec.trainer.logprob_chunk_tokens * vocabulary * 12  # logits, log-probs, temporaries
+    casts = 2 * parameters if spec.trainer.compute_dtype == "bfloat16" else 0
+    return {
+        "parameters": parameters,
+        "master_dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+        "optimizer_dtype": "float32",
+        "compute_dtype": spec.trainer.compute_dtype,
+        "inference_dtype": spec.inference.dtype,
+        "attention": spec.trainer.attention,
+        "device": str(next(model.parameters()).device),
+        "threads": torch.get_num_threads(),
+        "estimated_bytes": _MASTER_BYTES * parameters + casts + logits,
+        "resident_bytes": resident_bytes,
+    }
+
+
+def _refuse_short_windows(spec: RunSpec, config: Any) -> None:
+    """One packed mask serves all layers, so a sliding window must not bite."""
+    window = getattr(config, "sliding_window", None)
+    layer_types = set(getattr(config, "layer_types", None) or ())
+    windowed = bool(layer_types & {"sliding_attention", "chunked_attention"})
+    if windowed and window is not None and spec.core.max_context_length > window:
+        raise ConfigurationError(
+            f"the model attends within windows of {window} tokens; core.max_context_length = "
+            f"{spec.core.max_context_length} must not exceed that"
+        )
+    other = layer_types - {"full_attention", "sliding_attention", "chunked_attention"}
+    if other:
+        raise ConfigurationError(
+            f"layers of type {sorted(other)} cannot compute packed rows (no attention mask)"
+        )
+
+
+def _refuse_foreign_head(model: Any) -> None:
+    """Compare packed scoring with the model's own logits on a probe of three short responses.
+
+    Catches models that scale or cap their logits after the output embeddings, and bodies that do
+    not honor a four-dimensional mask.
+    """
+    size = model.get_output_embeddings().weight.shape[0]
+    prompt, responses = _probe_ids(size)
+    offsets = [0, 3, 5]
+    row = Row(prompt, tuple(Response(r, o) for r, o in zip(responses, offsets, strict=True)))
+    scorer = Scorer.of(model, 1.0, 16, torch.float32)
+    packed, _ = scorer.score(collate([row]))
+    with torch.no_grad():
+        plain = torch.cat([_plain_logprobs(model, prompt, r, scorer.device) for r in responses])
+    gap = float((packed - plain).abs().max())
+    if not gap <= _PROBE_TOLERANCE:
+        raise ConfigurationError(
+            f"{type(model).__name__} cannot be trained with packed rows: its own log-probs differ "
+            f"by {gap:.3g} (logits post-processed after the head, or the 4-D mask is ignored)"
+        )
+
+
+def _probe_ids(vocabulary: int) -> tuple[list[int], list[list[int]]]:
+    """Token ids spread over the vocabulary: a prompt of four and three responses."""
+    ids = [(7919 * (i + 1)) % vocabulary for i in range(10)]
+    return ids[:4], [ids[4:7], ids[7:9], ids[9:]]
+
+
+def _plain_logprobs(
+    model: Any, prompt: list[int], response: list[int], device: torch.device
+) -> Tensor:
+    """Log-probs [T] of ``response`` by an ordinary forward of one sequence."""
+    ids = torch.tensor([prompt + response], device=device)
+    logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+    targets = torch.tensor(response, device=device)
+    return torch.log_softmax(logits, -1).gather(-1, targets[:, None])[:, 0]

@@ -1,0 +1,141 @@
+"""Log-probs of response tokens, and their gradients, without ever holding a batch's logits.
+
+The transformer body runs once over the packed rows; the language-model head then runs over chunks
+of ``chunk_tokens`` scored positions. In training a chunk's loss is differentiated by hand through
+the log-softmax and its logits are freed before the next chunk starts; the gradient at the body's
+output is collected and the body is differentiated once. With z = logits / temperature,
+p = softmax(z), H = -sum(p log p):
+
+    d log p_t / d z_j = [j = t] - p_j          d H / d z_j = -p_j (log p_j + H)
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workers.trainers.packing import MicroBatch
+
+ChunkLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(log-probs [n], entropies [n], token index [n]) -> scalar loss of the chunk."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scorer:
+    """A causal language model seen as body and head, with how it is computed."""
+
+    body: Any
+    head: Any
+    temperature: float
+    chunk_tokens: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, model: Any, temperature: float, chunk_tokens: int, dtype: torch.dtype) -> "Scorer":
+        """Split a transformers causal LM into its base model and its output embeddings."""
+        head = model.get_output_embeddings()
+        device = head.weight.device
+        return cls(model.base_model, head, temperature, chunk_tokens, dtype, device)
+
+    def score(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies [N] in float32 of the batch's tokens, without gradients."""
+        batch = batch.to(self.device)
+        with torch.no_grad(), self._autocast():
+            hidden = self._hidden(batch)
+            pieces = [
+                _log_softmax_stats(self.head(h), targets, self.temperature)[:2]
+                for h, targets in zip(
+                    hidden.split(self.chunk_tokens),
+                    batch.targets.split(self.chunk_tokens),
+                    strict=True,
+                )
+            ]
+        logprobs, entropies = zip(*pieces, strict=True)
+        return torch.cat(logprobs), torch.cat(entropies)
+
+    def backward(self, batch: MicroBatch, loss: ChunkLoss) -> None:
+        """Add the gradient of ``loss``, summed over chunks, to the parameters.
+
+        ``loss`` must be a sum over tokens: it is called once per chunk.
+        """
+        batch = batch.to(self.device)
+        with self._autocast():
+            hidden = self._hidden(batch)
+            leaf = hidden.detach().requires_grad_()
+            chunks = zip(
+                leaf.split(self.chunk_tokens),
+                batch.targets.split(self.chunk_tokens),
+                batch.token_index.split(self.chunk_tokens),
+                strict=True,
+            )
+            for h, targets, index in chunks:
+                logits = self.head(h)
+                logits.backward(self._logit_gradient(logits.detach(), targets, index, loss))
+                del logits
+        hidden.backward(leaf.grad)
+
+    def _hidden(self, batch: MicroBatch) -> Tensor:
+        """Body output [N, H] at the positions that predict the scored tokens."""
+        out = self.body(
+            input_ids=batch.input_ids,
+            attention_mask=batch.attention_bias(self.dtype),
+            position_ids=batch.position_ids,
+            use_cache=False,
+        )
+        hidden: Tensor = out.last_hidden_state
+        return hidden.flatten(0, 1).index_select(0, batch.predictors)
+
+    def _logit_gradient(
+        self, logits: Tensor, targets: Tensor, index: Tensor, loss: ChunkLoss
+    ) -> Tensor:
+        """d loss / d logits [n, V] in the dtype of ``logits``."""
+        logprobs, entropies, log_p = _log_softmax_stats(logits, targets, self.temperature)
+        logprobs.requires_grad_()
+        entropies.requires_grad_()
+        with torch.enable_grad(), torch.autocast(self.device.type, enabled=False):
+            value = loss(logprobs, entropies, index)
+        d_logprob, d_entropy = torch.autograd.grad(
+            value, (logprobs, entropies), allow_unused=True, materialize_grads=True
+        )
+        with torch.no_grad():
+            return _through_log_softmax(
+                log_p, entropies.detach(), targets, d_logprob, d_entropy, self.temperature
+            ).to(logits.dtype)
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(
+            self.device.type, dtype=torch.bfloat16, enabled=self.dtype == torch.bfloat16
+        )
+
+
+@torch.no_grad()
+def _log_softmax_stats(
+    logits: Tensor, targets: Tensor, temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probs [n] of ``targets``, entropies [n] and all log-probs [n, V], in float32."""
+    scaled = logits if temperature == 1.0 else logits.float() / temperature
+    with torch.autocast(logits.device.type, enabled=False):  # it would round the sums to bfloat16
+        log_p = torch.log_softmax(scaled, -1, dtype=torch.float32)
+        entropies = -torch.linalg.vecdot(log_p.exp(), log_p)
+    return log_p.gather(-1, targets[:, None])[:, 0], entropies, log_p
+
+
+def _through_log_softmax(
+    log_p: Tensor,
+    entropies: Tensor,
+    targets: Tensor,
+    d_logprob: Tensor,
+    d_entropy: Tensor,
+    temperature: float,
+) -> Tensor:
+    """Gradient [n, V] at the logits; overwrites ``log_p``."""
+    if bool((d_entropy == 0).all()):
+        gradient = log_p.exp_().mul_(-d_logprob[:, None])
+    else:
+        factor = -d_logprob[:, None] - d_entropy[:, None] * (log_p + entropies[:, None])
+        gradient = log_p.exp_().mul_(factor)
+    gradient.scatter_add_(1, targets[:, None], d_logprob[:, None])
+    return gradient if temperature == 1.0 else gradient.div_(temperature)
