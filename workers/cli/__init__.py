@@ -1,0 +1,1 @@
+"""The command line: one module a group of verbs. Nothing here imports torch or Ray."""

@@ -1,0 +1,64 @@
+"""``validate``, ``plan``, ``config schema``, ``config render``: run files without a server."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from configs.inputs import find_missing_inputs
+from configs.load import load_run
+from configs.plan import build_plan
+from configs.problem import configuration_error
+from configs.render import run_request
+from configs.schema import json_schema
+from workers.cli.output import notice, print_json
+
+group = typer.Typer(no_args_is_help=True, help="Run files as other tools want them.")
+
+RunFile = Annotated[str, typer.Argument(metavar="FILE", help="Run file, TOML or JSON.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Replace one value (TOML); repeatable."),
+]
+
+
+def validate(
+    file: RunFile,
+    override: Overrides = None,
+    inputs: Annotated[
+        bool, typer.Option("--inputs/--no-inputs", help="Also look for its files on this machine.")
+    ] = True,
+) -> None:
+    """Check a run file and everything it points to."""
+    loaded = load_run(file, override or ())
+    problems = find_missing_inputs(loaded.spec) if inputs else []
+    if problems:
+        raise configuration_error(file, problems)
+    for warning in build_plan(loaded)["warnings"]:
+        notice(f"perdure: {file}: warning {warning['code']}: {warning['message']}")
+    typer.echo(f"{file}: valid, {loaded.spec.run_id}, sha256 {loaded.sha256}")
+
+
+def plan(file: RunFile, override: Overrides = None) -> None:
+    """Print what a run would do, as JSON."""
+    print_json(build_plan(load_run(file, override or ())), indent=2)
+
+
+@group.command("schema")
+def schema(
+    write: Annotated[
+        Path | None, typer.Option("--write", metavar="PATH", help="Write to a file instead.")
+    ] = None,
+) -> None:
+    """Print the JSON Schema of run files."""
+    if write is None:
+        print_json(json_schema(), indent=2)
+        return
+    write.write_text(json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n")
+
+
+@group.command("render")
+def render(file: RunFile, override: Overrides = None) -> None:
+    """Print the workflow's input for `temporal workflow start --type Training --input-file`."""
+    print_json(run_request(load_run(file, override or ())))

@@ -1,0 +1,23 @@
+"""How people name a run on the command line: a run file, a run id, or the name alone."""
+
+from pathlib import Path
+
+from configs.load import load_run
+
+PREFIX = "train/"
+
+
+def run_id_of(text: str) -> str:
+    """The workflow id that ``text`` means.
+
+    A path of an existing file, or anything ending in ``.toml`` or ``.json``, is loaded for its
+    ``name``; ``train/NAME`` is an id; anything else is a name.
+
+    Raises:
+        ConfigurationError: the file is missing or wrong.
+    """
+    if text.startswith(PREFIX):
+        return text
+    if text.endswith((".toml", ".json")) or Path(text).is_file():
+        return load_run(text).spec.run_id
+    return f"{PREFIX}{text}"

@@ -1,0 +1,161 @@
+"""What ``status`` reports: every run with its actors, every process of the embedded stack."""
+
+import asyncio
+import socket
+from typing import Any
+
+import psutil
+from pydantic import TypeAdapter, ValidationError
+from rich.console import Console
+from rich.table import Table
+from temporalio.client import Client
+
+from models.ports import ActorStatus
+from models.run import RunOutcome, RunProgress, RunState
+from workers.cli import artifacts
+from workers.cli.place import Place
+from workers.cli.server import RunView, connect_to, list_runs, look, outcome_of, progress_of
+from workers.local_stack import StackStatus
+
+_ACTORS: TypeAdapter[tuple[ActorStatus, ...]] = TypeAdapter(tuple[ActorStatus, ...])
+_LOOPBACK = ("localhost", "127.0.0.1")
+
+
+async def overview(
+    place: Place | None, run_id: str | None, stack: StackStatus | None
+) -> dict[str, Any]:
+    """Runs (all, or one) and stack processes as plain JSON.
+
+    Raises:
+        ServiceUnreachable: the server of ``place`` did not answer.
+    """
+    report: dict[str, Any] = {"runs": [], "processes": _processes(stack)}
+    if place is None:
+        return report
+    report["temporal_address"], report["temporal_ui"] = place.address, place.ui
+    client = await connect_to(place)
+    run_ids = [run_id] if run_id else [each async for each in list_runs(client)]
+    runs = await asyncio.gather(*(_run(client, each, place) for each in run_ids))
+    report["runs"] = [each for each in runs if each is not None]
+    return report
+
+
+def show_overview(console: Console, report: dict[str, Any]) -> None:
+    """The report as tables."""
+    if report["runs"]:
+        runs = Table("run", "state", "update", "version", "stage", "root", box=None)
+        for each in report["runs"]:
+            done = f"{each['update']}/{each['total']}" if each["total"] else str(each["update"])
+            cells = (done, str(each["policy_version"]), each["stage"], each["root"])
+            runs.add_row(each["run_id"], each["state"], *cells)
+        console.print(runs)
+    else:
+        console.print("no runs", style="dim")
+    rows = [(each["run_id"], actor) for each in report["runs"] for actor in each["actors"]]
+    if rows:
+        actors = Table("run", "actor", "pid", "host", "incarnation", "alive", box=None)
+        for name, actor in rows:
+            actors.add_row(
+                name,
+                f"{actor['role']}-{actor['rank']}",
+                str(actor["pid"]),
+                actor["host"],
+                str(actor["incarnation"]),
+                _yes(actor["alive"]),
+            )
+        console.print(actors)
+    if report["processes"]:
+        processes = Table("process", "pid", "alive", "restarts", box=None)
+        for process in report["processes"]:
+            alive, restarts = _yes(process["alive"]), str(process["restarts"])
+            processes.add_row(process["name"], str(process["pid"]), alive, restarts)
+        console.print(processes)
+    if report.get("temporal_ui"):
+        console.print(f"Temporal: {report['temporal_address']}, {report['temporal_ui']}")
+
+
+async def _run(client: Client, run_id: str, place: Place) -> dict[str, Any] | None:
+    view = await look(client, run_id)
+    if view is None:
+        return None
+    progress = await progress_of(client, run_id)
+    outcome = None if view.is_open else await outcome_of(client, run_id)
+    root = _root(view, progress)
+    state = _state(view, progress, outcome)
+    actors = await asyncio.to_thread(_actors, root, is_local=place.stack is not None)
+    known = progress or RunProgress()
+    done = outcome if isinstance(outcome, RunOutcome) else None
+    return {
+        "run_id": run_id,
+        "state": state,
+        "paused": known.paused,
+        "update": done.updates if done else known.next_update,
+        "total": known.plan.num_rollouts if known.plan else 0,
+        "policy_version": done.policy_version if done else known.policy_version,
+        "stage": known.stage if progress else "unknown: no control worker answers",
+        "reward": known.reward_last,
+        "lag": known.lag,
+        "recoveries": known.recoveries,
+        "updates_redone": known.updates_redone,
+        "epoch": known.epoch,
+        "checkpoint": known.checkpoint.folder if known.checkpoint else None,
+        "root": root,
+        "error": known.error,
+        "actors": [each for each in actors if view.is_open or each["alive"]],
+    }
+
+
+def _root(view: RunView, progress: RunProgress | None) -> str:
+    if progress is not None and progress.run is not None:
+        return progress.run.root
+    return str(view.memo.get("root", ""))
+
+
+def _state(view: RunView, progress: RunProgress | None, outcome: object) -> str:
+    if isinstance(outcome, RunOutcome):
+        return outcome.state.value
+    if not view.is_open:
+        ended_early = view.status in ("canceled", "terminated")
+        return (RunState.STOPPED if ended_early else RunState.FAILED).value
+    return (progress.state if progress else RunState.PREPARING).value
+
+
+def _actors(root: str, *, is_local: bool) -> list[dict[str, Any]]:
+    """What the fleet wrote at its last (re)build; pids of this host are looked at now."""
+    if not root:
+        return []
+    try:
+        actors = _ACTORS.validate_python(artifacts.read_json(root, artifacts.FLEET_JSON) or ())
+    except ValidationError:
+        return []
+    here = {socket.gethostname(), *_LOOPBACK}
+    return [
+        {
+            **actor.model_dump(mode="json"),
+            "alive": _is_alive(actor.pid) if is_local or actor.host in here else actor.alive,
+        }
+        for actor in actors
+    ]
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _processes(stack: StackStatus | None) -> list[dict[str, Any]]:
+    if stack is None:
+        return []
+    supervisor = {
+        "name": "supervisor",
+        "pid": stack.supervisor_pid,
+        "restarts": 0,
+        "alive": _is_alive(stack.supervisor_pid),
+    }
+    return [supervisor, *(each.model_dump(mode="json") for each in stack.processes)]
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
