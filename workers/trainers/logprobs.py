@@ -91,7 +91,7 @@ class Scorer:
     def _logit_gradient(
         self, logits: Tensor, targets: Tensor, index: Tensor, loss: ChunkLoss
     ) -> Tensor:
-        """d loss / d logits [n, V] in the dtype of ``logits``."""
+        """The loss's gradient at the logits, [n, V] in their dtype."""
         logprobs, entropies, log_p = _log_softmax_stats(logits, targets, self.temperature)
         logprobs.requires_grad_()
         entropies.requires_grad_()

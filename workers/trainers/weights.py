@@ -1,4 +1,4 @@
-"""Exporting weights for engines: a whole Hugging Face folder, cast, hashed and renamed into place."""
+"""Exporting weights for engines: a Hugging Face folder, cast, hashed and renamed into place."""
 
 import hashlib
 import json

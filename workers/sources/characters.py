@@ -1,0 +1,30 @@
+"""A character tokenizer: four special tokens, newline and the printable ASCII characters."""
+
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+PAD_ID, BOS_ID, EOS_ID, UNK_ID = 0, 1, 2, 3
+_SPECIALS = ("<pad>", "<bos>", "<eos>", "<unk>")
+_CHARACTERS = ("\n", *map(chr, range(32, 127)))
+CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
+"""The beginning-of-sequence token and the bare texts: a tiny model has no notion of roles."""
+
+
+def character_tokenizer() -> Any:
+    """A transformers tokenizer of 100 tokens, one a character."""
+    vocabulary = {token: place for place, token in enumerate((*_SPECIALS, *_CHARACTERS))}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    core.decoder = decoders.Fuse()
+    core.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in _SPECIALS])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )

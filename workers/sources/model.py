@@ -1,0 +1,161 @@
+"""``prepared/hf``: the model folder of a run, made once, recognized by its identity marker.
+
+The marker ``workflow-model.json`` holds the identity of the source and the inventory of the folder.
+A folder whose marker matches is used again; one without a marker is never adopted.
+"""
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+from safetensors import SafetensorError, safe_open
+
+from activities.storage import layout
+from activities.storage.atomic import storage_errors
+from activities.storage.store import Store
+from configs.run import RunSpec
+from models.errors import ConfigurationError
+from workers.sources.folders import MARKER, staged
+from workers.sources.origins import FolderOrigin, Origin, origin_of
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedModel:
+    """A model folder that transformers and the engines load."""
+
+    path: Path
+    num_parameters: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    """Every token that ends a response."""
+    model_type: str
+    max_positions: int
+    num_bytes: int
+    """Of the weights."""
+
+
+def prepare_model(spec: RunSpec, store: Store) -> PreparedModel:
+    """Make ``prepared/hf`` from ``model.source``, or find it made.
+
+    Raises:
+        ConfigurationError: the source is unusable, or the folder belongs to another source.
+        StorageFull: no space for the folder.
+    """
+    target = store.local_path(layout.PREPARED_MODEL)
+    origin = origin_of(spec)
+    if isinstance(origin, FolderOrigin) and target.resolve().is_relative_to(origin.path):
+        raise ConfigurationError(f"output.root must not lie inside model.source {origin.path}")
+    identity = json.loads(json.dumps(origin.identity()))
+    if target.exists():
+        _require_same(target, identity)
+    else:
+        _build(origin, identity, target)
+    return describe_model(target)
+
+
+def describe_model(path: Path) -> PreparedModel:
+    """Sizes and stop tokens of a model folder, read without loading it.
+
+    Raises:
+        ConfigurationError: a weight file is torn, or there is no stop token.
+    """
+    config = json.loads((path / "config.json").read_text())
+    text = config.get("text_config", config)
+    files = sorted(path.glob("*.safetensors"))
+    return PreparedModel(
+        path=path,
+        num_parameters=sum(_num_elements(file) for file in files),
+        vocab_size=int(text["vocab_size"]),
+        eos_token_ids=_eos_ids(path, text),
+        model_type=str(config.get("model_type", "")),
+        max_positions=int(text.get("max_position_embeddings") or 0),
+        num_bytes=sum(file.stat().st_size for file in files),
+    )
+
+
+def _build(origin: Origin, identity: dict[str, Any], target: Path) -> None:
+    """Stage, describe (which proves that it can be read), mark, rename."""
+    started = time.perf_counter()
+    with storage_errors(str(target)), staged(target) as stage:
+        origin.build(stage)
+        describe_model(stage)
+        marker = {"identity": identity, "prepared_files": _inventory(stage)}
+        (stage / MARKER).write_text(json.dumps(marker, indent=2, sort_keys=True) + "\n")
+    _log.info("model prepared", path=str(target), seconds=round(time.perf_counter() - started, 1))
+
+
+def _require_same(target: Path, identity: dict[str, Any]) -> None:
+    """Refuse a folder that was not made from this source, or was changed since."""
+    marker_path = target / MARKER
+    if not marker_path.is_file():
+        raise ConfigurationError(
+            f"{target} exists without {MARKER}: it is not known what it was made from; remove it "
+            "or choose another output.root"
+        )
+    marker = json.loads(marker_path.read_text())
+    if marker["identity"] != identity:
+        changed = _first_difference(marker["identity"], identity)
+        raise ConfigurationError(
+            f"{target} was prepared from another model ({changed}); choose another output.root or "
+            "restore the model.source of this run"
+        )
+    if marker["prepared_files"] != _inventory(target):
+        raise ConfigurationError(
+            f"{target} was changed after it was prepared; remove it so that it is made again"
+        )
+
+
+def _first_difference(old: Any, new: Any, where: str = "identity") -> str:
+    """The first place where two JSON values differ, for a message."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in sorted(old.keys() | new.keys()):
+            if old.get(key) != new.get(key):
+                return _first_difference(old.get(key), new.get(key), f"{where}.{key}")
+    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        for place, (left, right) in enumerate(zip(old, new, strict=True)):
+            if left != right:
+                return _first_difference(left, right, f"{where}[{place}]")
+    return f"{where}: {str(old)[:80]} then, {str(new)[:80]} now"
+
+
+def _inventory(folder: Path) -> list[dict[str, Any]]:
+    """Path and size of every file but the marker; links count by what they point to."""
+    return [
+        {"path": str(path.relative_to(folder)), "size": path.stat().st_size}
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != MARKER
+    ]
+
+
+def _num_elements(file: Path) -> int:
+    total = 0
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118  safe_open has no __iter__
+                count = 1
+                for size in tensors.get_slice(name).get_shape():
+                    count *= size
+                total += count
+    except SafetensorError as error:
+        raise ConfigurationError(f"{file} cannot be read as safetensors: {error}") from error
+    return total
+
+
+def _eos_ids(path: Path, config: dict[str, Any]) -> tuple[int, ...]:
+    """Stop tokens of the generation configuration, else of the model configuration."""
+    generation = path / "generation_config.json"
+    settings = json.loads(generation.read_text()) if generation.is_file() else {}
+    found = settings.get("eos_token_id")
+    if found is None:
+        found = config.get("eos_token_id")
+    if found is None:
+        raise ConfigurationError(
+            f"{path} names no eos_token_id in generation_config.json or config.json; responses "
+            "could never end"
+        )
+    return tuple(found) if isinstance(found, list) else (int(found),)
