@@ -124,8 +124,11 @@ def _actors(root: str, *, is_local: bool) -> list[dict[str, Any]]:
     """What the fleet wrote at its last (re)build; pids of this host are looked at now."""
     if not root:
         return []
+    written = artifacts.read_json(root, artifacts.FLEET_JSON)
     try:
-        actors = _ACTORS.validate_python(artifacts.read_json(root, artifacts.FLEET_JSON) or ())
+        actors = _ACTORS.validate_python(
+            written.get("actors", ()) if isinstance(written, dict) else written or ()
+        )
     except ValidationError:
         return []
     here = {socket.gethostname(), *_LOOPBACK}
