@@ -1,0 +1,164 @@
+"""The Parquet file of a collection or an evaluation: one row a sample, readable by people."""
+
+import hashlib
+import io
+import json
+import math
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from activities.storage.store import Store
+from models.errors import DigestMismatch
+from models.rollout import RolloutCollection
+from models.sample import (
+    FinishReason,
+    Sample,
+    SampleGroup,
+    TokenSpan,
+    Verdict,
+    VerdictOutcome,
+)
+
+SCHEMA = pa.schema(
+    [
+        ("group_index", pa.int64()),
+        ("sample_index", pa.int64()),
+        ("prepared_sample_id", pa.string()),
+        ("epoch_id", pa.int64()),
+        ("text", pa.string()),
+        ("reward", pa.float64()),  # NaN: no verifier could score it
+        ("advantage", pa.float64()),  # null: not computed (evaluation)
+        ("finish_reason", pa.string()),
+        ("prompt_token_ids", pa.list_(pa.int32())),
+        ("response_token_ids", pa.list_(pa.int32())),  # [T]
+        ("logprobs", pa.list_(pa.float64())),  # [T], of the behavior policy
+        (
+            "spans",
+            pa.list_(
+                pa.struct([("version", pa.int64()), ("start", pa.int32()), ("end", pa.int32())])
+            ),
+        ),
+        (
+            "verdicts",
+            pa.list_(
+                pa.struct(
+                    [
+                        ("name", pa.string()),
+                        ("outcome", pa.string()),
+                        ("score", pa.float64()),
+                        ("weight", pa.float64()),
+                        ("detail", pa.string()),
+                        ("diagnostics", pa.string()),  # JSON
+                    ]
+                )
+            ),
+        ),
+    ]
+)
+
+
+def write_collection(store: Store, rel: str, groups: Sequence[SampleGroup]) -> str:
+    """Write ``groups`` to ``rel`` atomically and return the SHA-256 hex of the file.
+
+    Equal groups make equal bytes: nothing of the clock or the machine enters the file.
+    """
+    rows = [_row(group, position) for group in groups for position in range(len(group.samples))]
+    buffer = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), buffer, compression="zstd")
+    data = buffer.getvalue()
+    store.write_bytes(rel, data)
+    return hashlib.sha256(data).hexdigest()
+
+
+def read_collection(store: Store, collection: RolloutCollection) -> list[SampleGroup]:
+    """The groups of a committed collection, in hand-out order.
+
+    Raises:
+        DigestMismatch: the file is not the one that was committed.
+    """
+    data = store.read_bytes(collection.uri)
+    found = hashlib.sha256(data).hexdigest()
+    if found != collection.sha256:
+        raise DigestMismatch(
+            f"{store.root}/{collection.uri} has SHA-256 {found}, committed was {collection.sha256}"
+        )
+    return list(_groups(pq.read_table(io.BytesIO(data)).to_pylist()))
+
+
+def read_samples(store: Store, rel: str) -> list[SampleGroup]:
+    """The groups in ``rel`` without a digest check, for people's tools."""
+    return list(_groups(pq.read_table(io.BytesIO(store.read_bytes(rel))).to_pylist()))
+
+
+def _row(group: SampleGroup, position: int) -> dict[str, Any]:
+    sample = group.samples[position]
+    return {
+        "group_index": group.group_index,
+        "sample_index": sample.sample_index,
+        "prepared_sample_id": group.prepared_sample_id,
+        "epoch_id": group.epoch_id,
+        "text": sample.text,
+        "reward": sample.reward,
+        "advantage": group.advantages[position] if group.advantages else None,
+        "finish_reason": sample.finish_reason.value,
+        "prompt_token_ids": sample.prompt_token_ids,
+        "response_token_ids": sample.response_token_ids,
+        "logprobs": sample.logprobs,
+        "spans": [
+            {"version": span.version, "start": span.start, "end": span.end} for span in sample.spans
+        ],
+        "verdicts": [
+            {
+                "name": verdict.name,
+                "outcome": verdict.outcome.value,
+                "score": verdict.score,
+                "weight": verdict.weight,
+                "detail": verdict.detail,
+                "diagnostics": json.dumps(verdict.diagnostics, sort_keys=True),
+            }
+            for verdict in sample.verdicts
+        ],
+    }
+
+
+def _groups(rows: list[dict[str, Any]]) -> Iterator[SampleGroup]:
+    for group_index, siblings in groupby(rows, key=lambda row: row["group_index"]):
+        members = list(siblings)
+        advantages = [row["advantage"] for row in members if row["advantage"] is not None]
+        yield SampleGroup(
+            group_index=group_index,
+            prepared_sample_id=members[0]["prepared_sample_id"],
+            epoch_id=members[0]["epoch_id"],
+            samples=[_sample(row) for row in members],
+            advantages=advantages,
+        )
+
+
+def _sample(row: dict[str, Any]) -> Sample:
+    return Sample(
+        sample_index=row["sample_index"],
+        group_index=row["group_index"],
+        prompt_token_ids=row["prompt_token_ids"],
+        response_token_ids=row["response_token_ids"],
+        logprobs=row["logprobs"],
+        spans=[TokenSpan(**span) for span in row["spans"]],
+        finish_reason=FinishReason(row["finish_reason"]),
+        text=row["text"],
+        reward=math.nan if row["reward"] is None else row["reward"],
+        verdicts=[_verdict(row) for row in row["verdicts"]],
+    )
+
+
+def _verdict(row: dict[str, Any]) -> Verdict:
+    return Verdict(
+        name=row["name"],
+        outcome=VerdictOutcome(row["outcome"]),
+        score=row["score"],
+        weight=row["weight"],
+        detail=row["detail"],
+        diagnostics=json.loads(row["diagnostics"]),
+    )

@@ -1,0 +1,107 @@
+"""Counts and metrics of finished groups: what a collection and an evaluation report."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from activities.rollout.filters import has_mixed_rewards
+from models.metrics import refuse_undeclared
+from models.rollout import CollectionCounts
+from models.sample import FinishReason, Sample, SampleGroup, VerdictOutcome
+
+
+@dataclass(slots=True)
+class SampledTally:
+    """Everything sampled for a collection, dropped groups included."""
+
+    reward_sum: float = 0.0
+    scored_samples: int = 0
+    error_samples: int = 0
+    response_tokens: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    """Drop reason -> groups."""
+    faults: dict[str, int] = field(default_factory=dict)
+    """Fault category -> group attempts."""
+
+    def add(self, group: SampleGroup, drop_reason: str | None) -> None:
+        """Count a finished group."""
+        for sample in group.samples:
+            self.response_tokens += len(sample.response_token_ids)
+            if math.isfinite(sample.reward):
+                self.reward_sum += sample.reward
+                self.scored_samples += 1
+            else:
+                self.error_samples += 1
+        if drop_reason is not None:
+            self.dropped[drop_reason] = self.dropped.get(drop_reason, 0) + 1
+
+    def add_fault(self, category: str) -> None:
+        """Count a failed group attempt."""
+        self.faults[category] = self.faults.get(category, 0) + 1
+
+    @property
+    def reward_mean(self) -> float:
+        """Mean reward of all samples with a score.
+
+        Filtered groups count: without them the mean would be that of the undecided prompts only.
+        """
+        return self.reward_sum / self.scored_samples if self.scored_samples else math.nan
+
+
+def collection_counts(groups: Sequence[SampleGroup], tally: SampledTally) -> CollectionCounts:
+    """Counts over the kept groups, with what was dropped and retried on the way."""
+    samples = [sample for group in groups for sample in group.samples]
+    return CollectionCounts(
+        groups=len(groups),
+        samples=len(samples),
+        prompt_tokens=sum(len(sample.prompt_token_ids) for sample in samples),
+        response_tokens=sum(len(sample.response_token_ids) for sample in samples),
+        truncated_samples=sum(is_truncated(sample) for sample in samples),
+        invalid_verdicts=count_verdicts(samples, VerdictOutcome.INVALID),
+        mixed_reward_groups=sum(has_mixed_rewards(group.rewards) for group in groups),
+        filtered_groups=dict(sorted(tally.dropped.items())),
+        failed_attempts=dict(sorted(tally.faults.items())),
+    )
+
+
+def collection_metrics(
+    update: int,
+    groups: Sequence[SampleGroup],
+    counts: CollectionCounts,
+    tally: SampledTally,
+    max_requeues: int,
+    seconds: float,
+) -> dict[str, float]:
+    """The ``rollout/`` metrics of a collection; every name is declared."""
+    samples = [sample for group in groups for sample in group.samples]
+    lengths = [len(sample.response_token_ids) for sample in samples]
+    versions = [span.version for sample in samples for span in sample.spans]
+    metrics: dict[str, float] = {
+        "rollout/step": update,
+        "rollout/reward": tally.reward_mean,
+        "rollout/response_len/mean": sum(lengths) / len(lengths),
+        "rollout/response_len/max": max(lengths),
+        "rollout/truncated_ratio": counts.truncated_samples / counts.samples,
+        "rollout/mixed_reward_groups": counts.mixed_reward_groups,
+        "rollout/error_verdicts": tally.error_samples,
+        "rollout/invalid_verdicts": counts.invalid_verdicts,
+        "rollout/requeued_groups": sum(tally.faults.values()),
+        "rollout/seconds": seconds,
+        "rollout/response_tokens_per_second": tally.response_tokens / max(seconds, 1e-9),
+        "rollout/weight_version/min": min(versions),
+        "rollout/weight_version/max": max(versions),
+        "rollout/max_requeues": max_requeues,
+        **{f"rollout/dynamic_filter/drop_{name}": n for name, n in tally.dropped.items()},
+    }
+    refuse_undeclared(metrics)
+    return metrics
+
+
+def is_truncated(sample: Sample) -> bool:
+    """Whether the response was cut at the token limit."""
+    return sample.finish_reason is FinishReason.LENGTH
+
+
+def count_verdicts(samples: Sequence[Sample], outcome: VerdictOutcome) -> int:
+    """Samples with at least one verdict of this outcome."""
+    return sum(any(each.outcome is outcome for each in sample.verdicts) for sample in samples)

@@ -1,0 +1,51 @@
+"""The registry: which verifiers there are. Data names them; only this table names code."""
+
+from collections.abc import Callable, Mapping
+
+from activities.verifiers.base import Verifier
+from activities.verifiers.exact import ExactVerifier
+from activities.verifiers.gym import GymVerifier
+from activities.verifiers.number import NumberVerifier
+from models.errors import ConfigurationError
+from models.prompt import PreparedPrompt
+from models.sample import Verdict
+
+REGISTRY: Mapping[str, Callable[[], Verifier]] = {
+    "exact": ExactVerifier,
+    "number": NumberVerifier,
+    "gym": GymVerifier,
+}
+
+
+class VerifierSet:
+    """Verifiers by name; each is made when a prompt first names it."""
+
+    def __init__(self, factories: Mapping[str, Callable[[], Verifier]] = REGISTRY) -> None:
+        self._factories = factories
+        self._verifiers: dict[str, Verifier] = {}
+
+    def require(self, name: str) -> Verifier:
+        """The verifier ``name``; ``ConfigurationError`` when it is unknown or not installed."""
+        if name not in self._factories:
+            known = ", ".join(sorted(self._factories))
+            raise ConfigurationError(f"unknown verifier {name!r}: registered are {known}")
+        if name not in self._verifiers:
+            self._verifiers[name] = self._factories[name]()
+        return self._verifiers[name]
+
+    async def score(self, prompt: PreparedPrompt, text: str) -> list[Verdict]:
+        """One verdict a verifier of the prompt, in the prompt's order."""
+        return [
+            await self.require(target.name).verify(prompt, target, text)
+            for target in prompt.metadata.verifiers
+        ]
+
+    async def aclose(self) -> None:
+        """End what the verifiers started."""
+        for verifier in self._verifiers.values():
+            await verifier.aclose()
+
+
+def build_verifiers() -> VerifierSet:
+    """The registered verifiers, nothing started yet."""
+    return VerifierSet()
