@@ -41,22 +41,25 @@ def export_hf(
 ) -> ExportReport:
     """Write ``folder`` (made exclusively) in the prepared model's own dtype and prove it loads.
 
+    A finished export that is there already is proved again: it must hold these very weights.
+
     Every re-loaded parameter must equal the trainer's, cast, bit for bit; the logits on probe
     tokens are compared in float32, the trainer's master weights against the re-loaded folder.
 
     Raises:
-        ContractViolation: ``folder`` exists, or what was re-loaded differs.
+        ContractViolation: ``folder`` is something else, or what was re-loaded differs.
     """
     started = time.perf_counter()
-    if (folder / COMPLETE).exists():
-        raise ContractViolation(f"{folder} already holds an export; move it away first")
-    if folder.exists():
-        raise ContractViolation(f"{folder} exists and is not a finished export; remove it first")
     dtype = _companion_dtype(companions)
-    with staged(folder) as stage:
-        fill_model_folder(model, companions, stage, dtype)
-        difference, answer = _prove(model, stage, probe, dtype)
-        (stage / COMPLETE).touch()
+    if (folder / COMPLETE).exists():
+        difference, answer = _prove(model, folder, probe, dtype)
+    elif folder.exists():
+        raise ContractViolation(f"{folder} exists and is not a finished export; remove it first")
+    else:
+        with staged(folder) as stage:
+            fill_model_folder(model, companions, stage, dtype)
+            difference, answer = _prove(model, stage, probe, dtype)
+            (stage / COMPLETE).touch()
     return ExportReport(
         uri=uri,
         policy_version=policy_version,

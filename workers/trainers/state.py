@@ -23,6 +23,7 @@ from workers.trainers.weights import MODEL_FILE, named_weights
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 STATE_FILE = "state.json"
+STATE_FILES = (MODEL_FILE, OPTIMIZER_FILE, STATE_FILE)
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
@@ -46,7 +47,7 @@ def write_state(
         file.write(state.model_dump_json(indent=2) + "\n")
         file.flush()
         os.fsync(file.fileno())
-    return tuple(_describe(folder / n) for n in (MODEL_FILE, OPTIMIZER_FILE, STATE_FILE))
+    return tuple(_describe(folder / n) for n in STATE_FILES)
 
 
 def read_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> TrainerState:
@@ -55,9 +56,7 @@ def read_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer)
     Raises:
         ContractViolation: a file is missing, or its tensors do not fit the model.
     """
-    missing = [
-        name for name in (MODEL_FILE, OPTIMIZER_FILE, STATE_FILE) if not (folder / name).is_file()
-    ]
+    missing = [name for name in STATE_FILES if not (folder / name).is_file()]
     if missing:
         raise ContractViolation(f"checkpoint {folder} lacks {', '.join(missing)}")
     state = TrainerState.model_validate_json((folder / STATE_FILE).read_bytes())

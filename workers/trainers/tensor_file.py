@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
@@ -68,7 +69,7 @@ def _header(tensors: Mapping[str, Tensor], target: Mapping[str, torch.dtype]) ->
     return len(body).to_bytes(8, "little") + body
 
 
-def _bytes_of(tensor: Tensor, dtype: torch.dtype) -> memoryview:
-    """The tensor's elements as bytes in row-major order."""
+def _bytes_of(tensor: Tensor, dtype: torch.dtype) -> Any:
+    """The tensor's elements in row-major order as a buffer of bytes."""
     flat = tensor.detach().to(device="cpu", dtype=dtype).contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
+    return flat.view(torch.uint8).numpy()

@@ -1,0 +1,177 @@
+"""The trainer behind its fence: who may call, what was applied already, where files go.
+
+One lock covers admission and mutation, so a token is compared atomically with what it allows. A
+repeated call waits for the running one and is answered from its record; ``exported`` and
+``progress`` never wait.
+"""
+
+import shutil
+import tempfile
+import threading
+from pathlib import Path
+
+from activities.fencing import FenceGuard
+from activities.rollout.collection_file import read_collection
+from activities.storage.atomic import storage_errors
+from activities.storage.store import Store
+from models.checkpoint import CheckpointFile, PolicyClock
+from models.errors import ContractViolation
+from models.evaluation import ExportReport
+from models.ids import FenceToken
+from models.ports import StageProgress
+from models.publication import WeightsRef
+from models.rollout import RolloutCollection
+from models.update import UpdateReport
+from workers.sources.prompts import load_prompts
+from workers.trainers.export import ExportProbe
+from workers.trainers.local import LocalTrainer
+from workers.trainers.state import STATE_FILES
+from workers.trainers.weights import own_exports
+
+_KEPT_EXPORTS = 2  # engines may still be reading the one before the newest
+
+
+class GuardedTrainer:
+    """Fence, idempotency and file placement around a trainer. All methods block."""
+
+    def __init__(self, trainer: LocalTrainer, store: Store) -> None:
+        self._trainer = trainer
+        self._store = store
+        self._fence = FenceGuard("trainer")
+        self._lock = threading.Lock()
+        self._exports: list[WeightsRef] = []
+        self._final_exports: dict[tuple[str, int], ExportReport] = {}
+
+    @property
+    def next_update(self) -> int:
+        """Index of the update that may be applied next."""
+        return self._trainer.next_update
+
+    @property
+    def policy_version(self) -> int:
+        """Completed optimizer steps."""
+        return self._trainer.policy_version
+
+    def progress(self) -> StageProgress:
+        """What the running call has done so far."""
+        return self._trainer.progress()
+
+    def exported(self) -> WeightsRef | None:
+        """The newest export, also while an update runs."""
+        exports = self._exports
+        return exports[-1] if exports else None
+
+    def revoke(self, epoch: int) -> None:
+        """Refuse every token of ``epoch`` and below from now on, also those that wait."""
+        self._fence.revoke(epoch)
+
+    def optimize(
+        self, token: FenceToken, update: int, collection: RolloutCollection
+    ) -> UpdateReport:
+        """Apply ``update`` once; the same (update, digest) again returns the same report.
+
+        Raises:
+            StaleFence: a newer token owns the trainer, or the epoch is revoked.
+            ContractViolation: the update was applied with another collection, or is not the next.
+        """
+        with self._lock:
+            self._fence.admit(token)
+            last = self._trainer.last_report
+            if last is not None and last.update == update:
+                if last.batch_sha256 == collection.sha256:
+                    return last
+                raise ContractViolation(
+                    f"update {update} was applied with collection {last.batch_sha256}, it cannot "
+                    f"be applied again with {collection.sha256}"
+                )
+            if update != self._trainer.next_update or collection.update != update:
+                raise ContractViolation(
+                    f"update {update} with the collection of update {collection.update} asked for, "
+                    f"the trainer's next update is {self._trainer.next_update}"
+                )
+            groups = read_collection(self._store, collection)
+            return self._trainer.optimize(update, collection.sha256, groups)
+
+    def export_weights(self, token: FenceToken, version: int) -> WeightsRef:
+        """Write the weights of ``version`` for engines; the two newest exports are kept."""
+        with self._lock:
+            self._fence.admit(token)
+            newest = self.exported()
+            if newest is not None and newest.version == version:
+                return newest
+            folder = own_exports(self._store.root) / f"v{version:07d}"
+            with storage_errors(str(folder)):
+                ref = self._trainer.export_weights(version, folder)
+            kept = [*self._exports, ref]
+            self._exports = kept[-_KEPT_EXPORTS:]
+            for old in kept[:-_KEPT_EXPORTS]:
+                shutil.rmtree(old.path, ignore_errors=True)
+            return ref
+
+    def save(self, token: FenceToken, folder: str) -> tuple[CheckpointFile, ...]:
+        """Write the trainer's state into ``folder`` (relative to the root)."""
+        with self._lock:
+            self._fence.admit(token)
+            with storage_errors(folder):
+                if self._store.is_local:
+                    return self._trainer.save(self._store.local_path(folder))
+                with tempfile.TemporaryDirectory(prefix="perdure-save-") as scratch:
+                    files = self._trainer.save(Path(scratch))
+                    for file in files:
+                        self._store.put_file(Path(scratch) / file.path, f"{folder}/{file.path}")
+                    return files
+
+    def restore(self, token: FenceToken, folder: str, clock: PolicyClock) -> None:
+        """Load the committed checkpoint in ``folder``; exports of other weights are dropped."""
+        with self._lock:
+            self._fence.admit(token)
+            self._drop_exports()
+            if self._store.is_local:
+                self._trainer.load(self._store.local_path(folder), clock)
+                return
+            with tempfile.TemporaryDirectory(prefix="perdure-restore-") as scratch:
+                for name in STATE_FILES:
+                    self._store.get_file(f"{folder}/{name}", Path(scratch) / name)
+                self._trainer.load(Path(scratch), clock)
+
+    def export(self, token: FenceToken, uri: str) -> ExportReport:
+        """Write the Hugging Face folder ``uri`` (relative to the root), re-load and compare it."""
+        with self._lock:
+            self._fence.admit(token)
+            key = (uri, self._trainer.policy_version)
+            if key not in self._final_exports:
+                with storage_errors(uri):
+                    self._final_exports[key] = self._export(uri)
+            return self._final_exports[key]
+
+    def close(self) -> None:
+        """Remove this process's exports."""
+        with self._lock:
+            self._drop_exports()
+
+    def _export(self, uri: str) -> ExportReport:
+        probe = self._probe()
+        if self._store.is_local:
+            return self._trainer.export_hf(self._store.local_path(uri), probe, uri)
+        with tempfile.TemporaryDirectory(prefix="perdure-export-") as scratch:
+            folder = Path(scratch) / "hf"
+            report = self._trainer.export_hf(folder, probe, uri)
+            # hidden names sort first; the completion marker must be uploaded last
+            for path in sorted(folder.iterdir(), key=lambda p: p.name.startswith(".")):
+                self._store.put_file(path, f"{uri}/{path.name}")
+            return report
+
+    def _probe(self) -> ExportProbe:
+        """The first held-out prompt, else the first training prompt."""
+        prompts = load_prompts(self._store, "eval") or load_prompts(self._store, "train")
+        first = prompts[0]
+        return ExportProbe(
+            prompt_ids=first.prompt_token_ids,
+            question=first.metadata.query,
+            max_new_tokens=self._trainer.spec.inference.max_response_length,
+        )
+
+    def _drop_exports(self) -> None:
+        exports, self._exports = self._exports, []
+        for ref in exports:
+            shutil.rmtree(ref.path, ignore_errors=True)
