@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MAX_FILE_BYTES = 500_000
 REGISTRY_HOSTS = ("pypi" + ".org", "python" + "hosted.org", "download." + "pytorch.org")
 MACHINE_PATHS = re.compile(r"(?<![\w.~-])/(work|tmp|root|home)/[\w.-]+")
-ALLOWED_PATHS = re.compile(r"/home/(user|perdure)\b")
+ALLOWED_PATHS = re.compile(r"/home/(user|someone|perdure)\b")
 RECIPES = sorted((ROOT / "configs" / "recipes").glob("*.toml"))
 
 
