@@ -1,0 +1,159 @@
+"""Everything that owns a tensor, put together. Built and used by the model thread only."""
+
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from models.errors import ConfigurationError
+from workers.engines.native.decoder import Decoder
+from workers.engines.native.kv import KvCache
+from workers.engines.native.model_shape import ModelShape, read_model_shape
+from workers.engines.native.options import EngineOptions
+from workers.engines.native.request import Emit, Request
+from workers.engines.native.scheduler import Limits, Scheduler
+from workers.engines.native.text import TextCodec
+from workers.engines.native.weights import WeightStore
+
+logger = logging.getLogger(__name__)
+
+THROUGHPUT_WINDOW_S = 1.0
+"""``gen_throughput`` is the rate over at least this much time."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateResult:
+    """Answer of a weight update; ``num_paused`` requests stayed in the engine."""
+
+    success: bool
+    message: str
+    num_paused: int
+
+
+class Core:
+    """Weights, decoder and scheduler of one engine."""
+
+    def __init__(
+        self,
+        options: EngineOptions,
+        shape: ModelShape,
+        context_length: int,
+        codec: TextCodec,
+        emit: Emit,
+    ) -> None:
+        """Allocate and load. Raises ConfigurationError for weights that do not fit the config."""
+        dtype = torch.float32 if options.dtype == "float32" else torch.bfloat16
+        self.shape, self.model_path = shape, options.model_path
+        self.weights = WeightStore(shape, dtype)
+        self.weights.load(options.model_path)
+        self.torn = False
+        """An update failed half-way: the weights are a mixture until the next good update."""
+        cache = KvCache(shape, dtype, options.kv_budget_mib * 2**20, options.return_routed_experts)
+        fixed = context_length if options.deterministic else None
+        if not cache.fits(options.max_running_requests if fixed else 1, fixed or context_length):
+            slots = options.max_running_requests if fixed else 1
+            raise ConfigurationError(
+                f"--kv-budget-mib {options.kv_budget_mib} holds {cache.max_tokens} tokens, but"
+                f" {slots} x --context-length {context_length} are needed: lower one of them or"
+                " raise the budget"
+            )
+        limits = Limits(
+            max_running=options.max_running_requests,
+            max_queued=options.max_queued_requests,
+            waiting_timeout_s=options.req_waiting_timeout_s,
+            running_timeout_s=options.req_running_timeout_s,
+        )
+        decoder = Decoder(shape, self.weights, context_length, options.num_threads, bool(fixed))
+        self.scheduler = Scheduler(decoder, cache, limits, emit, codec.matched_string, fixed)
+        self.scheduler.weight_version = options.weight_version
+        self._rate = (time.monotonic(), 0, 0.0)
+
+    def pause(self, mode: str) -> None:
+        """Stop decoding: ``abort`` ends all requests, ``retract`` drops KV, ``in_place`` waits."""
+        self.scheduler.paused = True
+        if mode == "abort":
+            self.scheduler.abort(lambda _: True)
+        elif mode == "retract":
+            self.scheduler.retract()
+
+    def resume(self) -> None:
+        """Decode again."""
+        self.scheduler.paused = False
+
+    def abort(self, rid: str | None) -> None:
+        """End every request whose id starts with ``rid`` (None: all), as SGLang matches."""
+
+        def matches(request: Request) -> bool:
+            return rid is None or request.rid.startswith(rid)
+
+        self.scheduler.abort(matches)
+
+    def flush(self) -> bool:
+        """False when a request waits or runs; there is no cache beside theirs."""
+        return self.scheduler.num_requests() == 0
+
+    def update(self, folder: Path, version: str | None, flush_cache: bool) -> UpdateResult:
+        """Load an HF folder in place. Refused, with the old weights kept, unless it fits."""
+        held = self.scheduler.num_requests()
+        if flush_cache and held:
+            message = (
+                f"Cache flush failed: {held} requests hold KV. Abort them first or send"
+                " flush_cache=false."
+            )
+            return UpdateResult(False, message, held)
+        try:
+            found = read_model_shape(folder)
+            if found.model_type != self.shape.model_type:
+                raise ConfigurationError(f"{folder} is a {found.model_type} model")
+            self.torn = True
+            self.weights.load(folder)
+        except ConfigurationError as error:
+            # Raised before the first copy.
+            self.torn = False
+            return UpdateResult(False, f"Failed to get weights iterator: {error.message}.", held)
+        except (OSError, RuntimeError) as error:
+            message = f"Update failed: {error}. The weights may be partially updated."
+            return UpdateResult(False, message, held)
+        self.torn = False
+        self.model_path = folder
+        self.scheduler.weights_changed(version)
+        message = "Succeeded to update model weights."
+        if version is not None:
+            message += f" Weight version updated to {version}."
+        return UpdateResult(True, message, held)
+
+    def set_version(self, version: str) -> None:
+        """Rename the weights without moving any."""
+        self.scheduler.weight_version = version
+
+    def checksums(self) -> dict[str, str]:
+        """HF name -> xxh3_64 of the live bytes."""
+        return self.weights.checksums()
+
+    def loads(self) -> dict[str, Any]:
+        """The numbers of ``/v1/loads``, ``/server_info`` and ``/metrics``."""
+        scheduler = self.scheduler
+        used, capacity = scheduler.num_used_tokens, scheduler.cache.max_tokens
+        return {
+            "num_running_reqs": len(scheduler.running),
+            "num_waiting_reqs": len(scheduler.waiting),
+            "num_used_tokens": used,
+            "max_total_num_tokens": capacity,
+            "max_running_requests": scheduler.limits.max_running,
+            "token_usage": used / max(capacity, 1),
+            "gen_throughput": self._throughput(),
+            "generated_tokens": scheduler.generated_tokens,
+            "paused": scheduler.paused,
+        }
+
+    def _throughput(self) -> float:
+        """Output tokens per second since the last reading, at least a window ago."""
+        then, tokens, rate = self._rate
+        now, generated = time.monotonic(), self.scheduler.generated_tokens
+        if now - then >= THROUGHPUT_WINDOW_S:
+            rate = (generated - tokens) / (now - then)
+            self._rate = (now, generated, rate)
+        return rate

@@ -1,0 +1,118 @@
+"""Prefill: each distinct prompt once, its siblings by copying rows.
+
+All context tokens but the last are written to the cache; the last one is fed by the first decode
+step, so that a new request is from then on a row like any other.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from workers.engines.native.decoder import Decoder
+from workers.engines.native.kv import KvCache
+from workers.engines.native.request import Request
+from workers.engines.native.rows import Rows
+
+MAX_PREFILL_TOKENS = 4096
+"""Padded tokens of one prefill batch: bounds its memory and the pause of running requests."""
+SCORE_CHUNK = 256
+"""Prompt tokens whose logits exist at once when a prompt is scored."""
+
+
+class Prefill:
+    """Brings picked requests into slots. Knows which running request holds which prompt."""
+
+    def __init__(self, decoder: Decoder, cache: KvCache, one_by_one: bool) -> None:
+        """``one_by_one``: never two prompts in a batch, so that neither depends on the other."""
+        self._decoder, self._cache = decoder, cache
+        self._one_by_one = one_by_one
+        self._live: dict[tuple[int, ...], dict[str, Request]] = {}
+
+    def run(self, picked: list[Request], rows: Rows) -> None:
+        """Give every picked request a slot with its context's KV."""
+        leaders, followers = self._split(picked)
+        leaders.sort(key=lambda request: len(request.prompt_key))
+        for batch in self._batches(leaders):
+            self._compute(batch, rows)
+        if followers:
+            self._copy(followers, rows)
+
+    def leave(self, request: Request) -> None:
+        """``request`` loses its slot and can no longer lend its rows."""
+        holders = self._live.get(request.prompt_key)
+        if holders and holders.pop(request.rid, None) and not holders:
+            del self._live[request.prompt_key]
+
+    def forget(self) -> None:
+        """No row may be lent any more: its KV belongs to older weights."""
+        self._live.clear()
+
+    def _split(self, picked: list[Request]) -> tuple[list[Request], list[Request]]:
+        """Requests that must compute their context, and those that find it in a slot."""
+        leaders: list[Request] = []
+        followers: list[Request] = []
+        led: set[tuple[int, ...]] = set()
+        for request in picked:
+            request.prompt_key = tuple(request.input_ids + request.kept_ids)
+            request.context_length = len(request.prompt_key)
+            scored = request.prompt_logprobs_from is not None and request.input_logprobs is None
+            if scored or not (request.prompt_key in self._live or request.prompt_key in led):
+                leaders.append(request)
+                led.add(request.prompt_key)
+            else:
+                followers.append(request)
+        return leaders, followers
+
+    def _batches(self, leaders: list[Request]) -> Iterator[list[Request]]:
+        """Neighbors in length share a batch as long as its padded size stays bounded."""
+        batch: list[Request] = []
+        for request in leaders:
+            padded = (len(batch) + 1) * request.context_length
+            if batch and (self._one_by_one or padded > MAX_PREFILL_TOKENS):
+                yield batch
+                batch = []
+            batch.append(request)
+        if batch:
+            yield batch
+
+    def _compute(self, batch: list[Request], rows: Rows) -> None:
+        first, longest = len(rows.requests), batch[-1].context_length - 1
+        scored = [r for r in batch if r.prompt_logprobs_from is not None]
+        if longest:
+            tokens = torch.zeros(len(batch), longest, dtype=torch.int64)
+            for row, request in enumerate(batch):
+                context = torch.tensor(request.prompt_key[:-1], dtype=torch.int64)
+                tokens[row, : len(context)] = context
+            hidden = self._decoder.prefill(tokens, self._cache, first, bool(scored))
+        for row, request in enumerate(batch):
+            request.cached_tokens = 0
+            self._join(request, rows)
+            if request in scored and request.input_logprobs is None:
+                states = hidden[row] if longest and hidden is not None else torch.empty(0)
+                request.input_logprobs = self._score(request, states)
+
+    def _copy(self, followers: list[Request], rows: Rows) -> None:
+        sources = [next(iter(self._live[r.prompt_key].values())).slot for r in followers]
+        longest = max(request.context_length - 1 for request in followers)
+        if longest:
+            self._cache.share(sources, len(rows.requests), longest)
+        for request in followers:
+            request.cached_tokens = request.context_length - 1
+            self._join(request, rows)
+
+    def _join(self, request: Request, rows: Rows) -> None:
+        rows.append(request, request.prompt_key[-1])
+        self._live.setdefault(request.prompt_key, {})[request.rid] = request
+
+    def _score(self, request: Request, hidden: torch.Tensor) -> list[tuple[float | None, int]]:
+        """Log-probs of the prompt tokens at temperature 1; the first one has none."""
+        start = request.prompt_logprobs_from or 0
+        ids = request.input_ids
+        result: list[tuple[float | None, int]] = [(None, ids[start])] if start < len(ids) else []
+        for low in range(start, len(ids) - 1, SCORE_CHUNK):
+            high = min(low + SCORE_CHUNK, len(ids) - 1)
+            scores = self._decoder.logits(hidden[low:high]).float().log_softmax(-1)
+            targets = torch.tensor(ids[low + 1 : high + 1]).unsqueeze(1)
+            values = scores.gather(1, targets).squeeze(1).tolist()
+            result.extend(zip(values, ids[low + 1 : high + 1], strict=True))
+        return result
