@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import tomllib
 from pathlib import Path
@@ -100,6 +101,38 @@ def test_script_is_executable_and_parses(script: str) -> None:
     assert path.stat().st_mode & 0o111
     for file in (path, ROOT / "scripts" / "environment"):
         subprocess.run(["bash", "-n", file], check=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"PERDURE_PYTHON": "/bin/false"}, "needs Python 3.11 or newer"),
+        ({"PERDURE_SYSTEM_SITE": "1", "PERDURE_PYTHON": "python-without-torch"}, "no torch 2.11"),
+    ],
+)
+def test_environment_refuses_what_cannot_work(
+    tmp_path: Path, settings: dict[str, str], message: str
+) -> None:
+    """On a copy without ``.venv``, so that nothing of this checkout can be changed."""
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
+    for name in ("pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    fake = tmp_path / "python-without-torch"
+    fake.write_text(
+        '#!/bin/sh\ncase "$*" in *_base_executable*) echo "$0";; *torch*) exit 1;; esac\n'
+    )
+    fake.chmod(0o755)
+    done = subprocess.run(
+        ["bash", "-c", ". scripts/environment; perdure_environment run"],
+        cwd=tmp_path,
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin", **settings},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert not (tmp_path / ".venv").exists()
 
 
 def test_constraints_pin_every_direct_dependency() -> None:
