@@ -104,6 +104,8 @@ class RunProgress(Carried):
     checkpoint_requests: int = 0
     """``checkpoint_now`` calls not yet served."""
     started_unix: float = 0.0
+    training_started_unix: float | None = None
+    """When preparing was over; the soft deadline counts from here."""
     deadline_unix: float | None = None
     finished_unix: float | None = None
     stopped_for_time: bool = False

@@ -1,0 +1,37 @@
+"""``collect``: one committed rollout collection, with engines replaced as they die."""
+
+import asyncio
+
+from activities.healing import with_healing
+from activities.heartbeat import beating
+from activities.rows import refuse_non_finite
+from activities.site import Site, spec_of, store_of
+from activities.timing import timed
+from models.errors import ProducerLost
+from models.ids import FenceToken
+from models.rollout import CollectRequest, RolloutCollection
+
+
+async def collect(site: Site, request: CollectRequest, token: FenceToken) -> RolloutCollection:
+    """The collection of ``request.update``; asked again, the producer answers with the same one."""
+    run = request.run
+    spec = await asyncio.to_thread(spec_of, run)
+    producer = site.fleet.producer(run)
+    async with timed(store_of(run), "generation_wait", request.update):
+        collection = await beating(
+            with_healing(
+                site,
+                run,
+                token,
+                spec.inference.update_timeout_s,
+                lambda: producer.collect(token, request),
+            ),
+            f"collect {request.update}",
+            producer.progress,
+            stalled=ProducerLost,
+        )
+        refuse_non_finite(
+            f"collection {collection.update}",
+            {"reward_mean": collection.reward_mean, **collection.metrics},
+        )
+        return collection

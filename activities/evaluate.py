@@ -1,0 +1,38 @@
+"""``evaluate``: the held-out prompts under the live policy."""
+
+import asyncio
+
+from activities.healing import with_healing
+from activities.heartbeat import beating
+from activities.rows import append_metrics, eval_metrics
+from activities.site import Site, spec_of, store_of
+from activities.timing import timed
+from models.errors import ProducerLost
+from models.evaluation import EvaluateRequest, EvaluationReport
+from models.ids import FenceToken
+
+
+async def evaluate(site: Site, request: EvaluateRequest, token: FenceToken) -> EvaluationReport:
+    """Sample and score the held-out set; engines that die meanwhile are replaced."""
+    run = request.run
+    spec = await asyncio.to_thread(spec_of, run)
+    producer = site.fleet.producer(run)
+    store = store_of(run)
+    rollout_id = request.update - 1 if request.update > 0 else None
+    async with timed(store, "evaluation", rollout_id, {"phase": request.phase}):
+        report = await beating(
+            with_healing(
+                site,
+                run,
+                token,
+                spec.inference.update_timeout_s,
+                lambda: producer.evaluate(token, request),
+            ),
+            f"evaluate {request.update}",
+            producer.progress,
+            stalled=ProducerLost,
+        )
+        metrics = eval_metrics(report)
+        await asyncio.to_thread(append_metrics, store, "eval", request.update, metrics)
+    site.tracker.log(run, metrics)
+    return report

@@ -1,0 +1,247 @@
+"""How a run begins and ends on its output root: ``claim``, ``record``, ``revoke``."""
+
+import asyncio
+import os
+import socket
+import time
+from typing import Any
+
+import structlog
+from temporalio import activity
+
+from activities.multiplier import infra_timeout_multiplier
+from activities.queues import fleet_queue
+from activities.server import ServerFacts
+from activities.site import Site, store_of
+from activities.storage import layout
+from activities.storage.commit import newest_checkpoint
+from activities.storage.lease import Owner, claim_epoch, current_epoch, read_owner, revoke_epoch
+from activities.storage.store import Store, free_bytes
+from configs.load import Loaded, comparable_sha256, resolve_document
+from configs.plan import build_plan, loop_plan
+from models.errors import ConfigurationError, StaleFence, StorageFull
+from models.ids import RunRef
+from models.run import ClaimResult, RecordRequest, RevokeRequest, RunProgress, RunRequest, RunState
+
+MIN_FREE_BYTES = 256 << 20
+"""Less than this under a local root and a run does not start: no checkpoint would fit."""
+
+_log = structlog.get_logger(__name__)
+
+
+async def claim(request: RunRequest, server: ServerFacts) -> ClaimResult:
+    """Validate the run file, take its output root under a new epoch, find where to go on.
+
+    The same workflow may claim again, after a lost actor or a lost answer: it gets a new epoch and
+    adds no attempt. A refusal leaves ``workflow.json`` and ``attempts.json`` as they were.
+
+    Raises:
+        ConfigurationError: the run file is wrong, the root cannot be written, the run was started
+            with another configuration, is complete, or may not be started again.
+        OwnershipError: the root belongs to another run or server.
+        StorageFull: too little space to start.
+    """
+    info = activity.info()
+    workflow_id, workflow_run_id = info.workflow_id or "", info.workflow_run_id or ""
+    loaded = _validated(request)
+    owner = Owner(
+        run_id=workflow_id,
+        namespace=server.namespace,
+        cluster_id=server.cluster_id,
+        workflow_run_id=workflow_run_id,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        address=server.address,
+    )
+    return await asyncio.to_thread(_claim, request, loaded, owner, server.search_attributes)
+
+
+def _validated(request: RunRequest) -> Loaded:
+    origin = request.config_path or "config"
+    if not request.config:
+        raise ConfigurationError(
+            "the workflow input has no 'config'; make one with: perdure config render RUN.toml"
+        )
+    loaded = resolve_document(request.config, origin=origin)
+    if request.config_sha256 and request.config_sha256 != loaded.sha256:
+        raise ConfigurationError(
+            f"{origin}: config_sha256 is {request.config_sha256}, but config resolves to "
+            f"{loaded.sha256}; render the run file again"
+        )
+    return loaded
+
+
+def _claim(request: RunRequest, loaded: Loaded, owner: Owner, attributes: bool) -> ClaimResult:
+    store = Store(loaded.spec.output.root)
+    _require_space(store)
+    again = request.progress is not None and request.progress.run is not None
+    holder = read_owner(store)
+    if not again and (holder is None or request.take_over or holder.owner.same_run(owner)):
+        _check_identity(store, loaded)
+    epoch = claim_epoch(store, owner, take_over=request.take_over)
+    attempt = request.progress.attempt if again and request.progress else 0
+    plan = loop_plan(loaded.spec, infra_timeout_multiplier())
+    run = RunRef(run_id=owner.run_id, root=store.root, spec_sha256=loaded.sha256)
+    started_unix = time.time()
+    if not again:
+        attempt = _register_attempt(store, loaded, owner.workflow_run_id, started_unix)
+        store.write_json(layout.RESOLVED_CONFIG, loaded.document)
+        store.write_json(layout.PLAN_JSON, build_plan(loaded))
+    result = ClaimResult(
+        run=run,
+        epoch=epoch,
+        plan=plan,
+        fleet_queue=fleet_queue(loaded.spec.launch.fleet),
+        attempt=attempt,
+        checkpoint=newest_checkpoint(store),
+        started_unix=started_unix,
+        search_attributes=attributes,
+    )
+    if not again:
+        progress = RunProgress(
+            run=run,
+            epoch=epoch,
+            attempt=attempt,
+            started_unix=started_unix,
+            next_update=0 if result.checkpoint is None else result.checkpoint.update + 1,
+        )
+        _write_state(store, progress, owner.workflow_run_id)
+    return result
+
+
+def _require_space(store: Store) -> None:
+    free = free_bytes(store.root) if store.is_local else None
+    if free is not None and free < MIN_FREE_BYTES:
+        raise StorageFull(
+            f"output.root {store.root}: {free >> 20} MiB free, a run needs at least "
+            f"{MIN_FREE_BYTES >> 20} MiB; free space or choose another output.root"
+        )
+
+
+def _check_identity(store: Store, loaded: Loaded) -> None:
+    """Refuse a root whose run meant something else, is complete, or must not be continued."""
+    if not store.exists(layout.WORKFLOW_JSON):
+        return
+    if not store.exists(layout.RESOLVED_CONFIG):
+        raise ConfigurationError(
+            f"{store.root} has {layout.WORKFLOW_JSON} but no {layout.RESOLVED_CONFIG}: what ran "
+            "there cannot be told; choose another output.root"
+        )
+    recorded = store.read_json(layout.RESOLVED_CONFIG)
+    before = comparable_sha256(recorded)
+    if before != loaded.identity:
+        raise ConfigurationError(
+            f"the configuration changed: {store.root} was started with {before}, "
+            f"{loaded.path} now means {loaded.identity} (different: "
+            f"{_differences(recorded, loaded)}); restore the run file, or choose another name and "
+            "output.root for a new run"
+        )
+    state = store.read_json(layout.WORKFLOW_JSON)
+    if state.get("status") == RunState.COMPLETE.value:
+        raise ConfigurationError(
+            f"{store.root} holds a complete run, which is never overwritten; choose another name "
+            "and output.root"
+        )
+    if not loaded.spec.launch.auto_resume:
+        raise ConfigurationError(
+            f"{store.root} holds a run in state {state.get('status')} and launch.auto_resume is "
+            "false; set it to true to continue, or choose another output.root"
+        )
+
+
+def _differences(recorded: dict[str, Any], loaded: Loaded) -> str:
+    """Dotted names of the first keys that differ, for the message."""
+    names = [
+        f"{table}.{key}" if isinstance(now, dict) else table
+        for table, now in loaded.document.items()
+        for key in (now if isinstance(now, dict) else (table,))
+        if _differs(recorded.get(table), now, key)
+    ]
+    return ", ".join(names[:5]) or "keys that this version does not know"
+
+
+def _differs(before: Any, now: Any, key: str) -> bool:
+    if isinstance(now, dict):
+        return not isinstance(before, dict) or before.get(key) != now[key]
+    return bool(before != now)
+
+
+def _register_attempt(
+    store: Store, loaded: Loaded, workflow_run_id: str, started_unix: float
+) -> int:
+    """Index of this start in ``attempts.json``; a repeated claim finds its own row."""
+    rows = store.read_json(layout.ATTEMPTS_JSON) if store.exists(layout.ATTEMPTS_JSON) else []
+    if rows and rows[-1].get("workflow_run_id") == workflow_run_id:
+        return int(rows[-1]["attempt"])
+    limit = loaded.spec.launch.max_retries
+    if 0 <= limit < len(rows):
+        raise ConfigurationError(
+            f"{store.root} was started {len(rows)} times and launch.max_retries is {limit}; raise "
+            "it to continue this run"
+        )
+    row = {"attempt": len(rows), "started_unix": started_unix, "workflow_run_id": workflow_run_id}
+    store.write_json(layout.ATTEMPTS_JSON, [*rows, row])
+    return len(rows)
+
+
+async def record(request: RecordRequest) -> None:
+    """Write ``workflow.json``. Raises ``StaleFence`` when a newer claim owns the root."""
+    progress = request.progress
+    if progress.run is None:
+        raise ConfigurationError("record was called before claim: progress has no run")
+    workflow_run_id = activity.info().workflow_run_id or ""
+    await asyncio.to_thread(_record, store_of(progress.run), progress, workflow_run_id)
+
+
+def _record(store: Store, progress: RunProgress, workflow_run_id: str) -> None:
+    # A revoked epoch may still record how it ended; a newer one may have started since.
+    newest = current_epoch(store)
+    if newest > progress.epoch:
+        raise StaleFence(
+            f"{store.root}: workflow.json of epoch {progress.epoch} refused, epoch {newest} owns it"
+        )
+    _write_state(store, progress, workflow_run_id)
+
+
+def _write_state(store: Store, progress: RunProgress, workflow_run_id: str) -> None:
+    run = progress.run
+    state: dict[str, Any] = {
+        "about": "written for offline readers; Temporal's workflow is the truth about this run",
+        "run_id": run.run_id if run else "",
+        "workflow_run_id": workflow_run_id,
+        "spec_sha256": run.spec_sha256 if run else "",
+        "status": progress.state.value,
+        "attempt": progress.attempt,
+        "epoch": progress.epoch,
+        "update": progress.next_update,
+        "started_unix": progress.started_unix,
+    }
+    if progress.training_started_unix is not None:
+        state["training_started_unix"] = progress.training_started_unix
+    if progress.finished_unix is not None:
+        state["finished_unix"] = progress.finished_unix
+    if progress.error is not None:
+        state["error"] = f"{progress.error_type}: {progress.error}"
+    elif progress.state.is_terminal:
+        state["result"] = {
+            "completed_rollout_ids": list(range(progress.first_update, progress.next_update)),
+            "start_rollout_id": progress.first_update,
+            "export_hf": progress.export_uri,
+            "stopped_for_time": progress.stopped_for_time,
+        }
+    store.write_json(layout.WORKFLOW_JSON, state)
+
+
+async def revoke(request: RevokeRequest, site: Site | None) -> None:
+    """End ``request.epoch`` on the root, then in every component, then tear the fleet down.
+
+    Without a ``site`` (a worker that reaches no fleet) only the root's epoch is revoked; that
+    alone keeps zombies from committing anything.
+    """
+    store = store_of(request.run)
+    await asyncio.to_thread(revoke_epoch, store, request.epoch)
+    if site is None:
+        return
+    await site.fleet.revoke(request.run, request.epoch)
+    if request.teardown:
+        await site.fleet.teardown(request.run)

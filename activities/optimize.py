@@ -1,0 +1,42 @@
+"""``optimize``: one update on one collection, applied once however often it is asked for."""
+
+import asyncio
+
+from activities.heartbeat import beating
+from activities.rows import append_metrics, rollout_metrics, train_metrics
+from activities.site import Site, store_of
+from activities.storage import layout
+from activities.storage.store import Store
+from activities.timing import timed
+from models.errors import TrainerLost
+from models.ids import FenceToken
+from models.update import OptimizeRequest, UpdateReport
+
+
+async def optimize(site: Site, request: OptimizeRequest, token: FenceToken) -> UpdateReport:
+    """Train ``request.update``; rows are written once the trainer has reported."""
+    store = store_of(request.run)
+    trainer = site.fleet.trainer(request.run)
+    async with timed(store, "training", request.update):
+        report = await beating(
+            trainer.optimize(token, request.update, request.collection),
+            f"optimize {request.update}",
+            trainer.progress,
+            stalled=TrainerLost,
+        )
+    await asyncio.to_thread(_write_rows, store, request, report)
+    site.tracker.log(request.run, rollout_metrics(request.collection))
+    site.tracker.log(request.run, train_metrics(report, request.collection))
+    return report
+
+
+def _write_rows(store: Store, request: OptimizeRequest, report: UpdateReport) -> None:
+    append_metrics(store, "rollout", request.update, rollout_metrics(request.collection))
+    append_metrics(store, "train", request.update, train_metrics(report, request.collection))
+    row = {
+        "update": report.update,
+        "epoch": request.epoch,
+        "batch_sha256": report.batch_sha256,
+        "policy_version": report.policy_version,
+    }
+    store.append_jsonl(layout.UPDATES, row)

@@ -1,0 +1,71 @@
+"""What activities work with: the fleet, engine clients, a tracker, the run's resolved file."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Protocol
+
+from activities.storage import layout
+from activities.storage.store import Store
+from activities.wire.contract import PauseMode
+from configs.load import document_sha256, resolve_document
+from configs.run import RunSpec
+from models.errors import DigestMismatch
+from models.ids import RunRef
+from models.ports import FleetPort, Tracker
+
+
+class EngineControl(Protocol):
+    """The control calls of ``activities.wire.client.EngineClient``."""
+
+    async def model_info(self) -> dict[str, Any]:
+        """The served model and its ``weight_version``."""
+        ...
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop decoding."""
+        ...
+
+    async def resume(self) -> None:
+        """Decode again."""
+        ...
+
+    async def update_weights_from_disk(self, path: str, version: int, timeout_s: float) -> None:
+        """Load a folder and serve it as ``version``."""
+        ...
+
+    async def checksums(self) -> dict[str, str]:
+        """Tensor name -> xxh3_64 hex."""
+        ...
+
+    async def aclose(self) -> None:
+        """Close connections."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where activities run; one per worker process."""
+
+    fleet: FleetPort
+    tracker: Tracker
+    engine: Callable[[str], EngineControl]
+    """A client for an engine's URL."""
+
+
+def store_of(run: RunRef) -> Store:
+    """The run's output root."""
+    return Store(run.root)
+
+
+@lru_cache(maxsize=16)
+def spec_of(run: RunRef) -> RunSpec:
+    """The resolved run file of ``run``, checked against its digest. Blocks."""
+    document = store_of(run).read_json(layout.RESOLVED_CONFIG)
+    found = document_sha256(document)
+    if found != run.spec_sha256:
+        raise DigestMismatch(
+            f"{run.root}/{layout.RESOLVED_CONFIG} has SHA-256 {found}, the run started with "
+            f"{run.spec_sha256}"
+        )
+    return resolve_document(document, origin=layout.RESOLVED_CONFIG).spec

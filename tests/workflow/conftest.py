@@ -1,0 +1,117 @@
+"""Runs of the real workflow and activities on the session's server, with the fleet faked."""
+
+import uuid
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from temporalio.client import Client, WorkflowHandle
+
+from activities.catalog import ControlActivities, FleetActivities
+from activities.storage.store import Store
+from configs.load import resolve_document
+from models.run import RunOutcome, RunProgress, RunRequest
+from tests.support.fake_fleet import FakeFleet, ListTracker, site_of
+from workers.serving import build_worker
+from workflows.options import CONTROL_QUEUE, fleet_queue
+from workflows.training import Training
+
+
+@dataclass
+class Stage:
+    """One run in a test: its fleet, its root, and how to start it."""
+
+    client: Client
+    root: Path
+    name: str
+    fleet: FakeFleet
+    tracker: ListTracker = field(default_factory=ListTracker)
+
+    @property
+    def store(self) -> Store:
+        return Store(self.root)
+
+    def document(self, **sections: dict[str, Any]) -> dict[str, Any]:
+        """A run file of three updates; keyword arguments are merged into its tables."""
+        document: dict[str, Any] = {
+            "schema_version": 1,
+            "name": self.name,
+            "model": {"source": "tiny", "tiny": {}},
+            "data": {
+                "tasks": [{"task": "reverse_word", "train_count": 64, "eval_count": 8}],
+            },
+            "output": {"root": str(self.root)},
+            "training": {
+                "num_rollouts": 3,
+                "rollout_batch_size": 2,
+                "samples_per_prompt": 2,
+                "save_interval": 2,
+            },
+            "evaluation": {"interval": 2},
+            "launch": {"fleet": self.name, "heartbeat_timeout_s": 1.0},
+        }
+        for section, values in sections.items():
+            document[section] = {**document.get(section, {}), **values}
+        return resolve_document(document, origin="test").document
+
+    async def start(self, document: dict[str, Any] | None = None) -> WorkflowHandle[Any, Any]:
+        """Start the run as a user does."""
+        request = RunRequest(config=self.document() if document is None else document)
+        return await self.client.start_workflow(
+            Training.run, request, id=f"train/{self.name}", task_queue=CONTROL_QUEUE
+        )
+
+    async def run(self, document: dict[str, Any] | None = None) -> RunOutcome:
+        """Start the run and wait for its outcome."""
+        handle = await self.start(document)
+        outcome: RunOutcome = await handle.result()
+        return outcome
+
+    async def progress(self) -> RunProgress:
+        handle = self.client.get_workflow_handle(f"train/{self.name}")
+        answer: RunProgress = await handle.query("progress", result_type=RunProgress)
+        return answer
+
+
+@pytest.fixture(scope="session")
+async def control_worker(temporal_client_session: Client) -> AsyncIterator[None]:
+    """One control worker for all tests."""
+    activities = ControlActivities().all()
+    async with build_worker(temporal_client_session, CONTROL_QUEUE, activities):
+        yield
+
+
+@pytest.fixture(scope="session")
+def temporal_client_session(temporal: Any) -> Client:
+    client: Client = temporal.client
+    return client
+
+
+@pytest.fixture
+async def make_stage(
+    temporal_client: Client, control_worker: None, tmp_path: Path
+) -> AsyncIterator[Callable[..., Any]]:
+    """Makes a run with a fleet of its own and a worker on that fleet's queue."""
+    async with AsyncExitStack() as workers:
+
+        async def make(num_engines: int = 1) -> Stage:
+            name = f"t{uuid.uuid4().hex[:10]}"
+            stage = Stage(temporal_client, tmp_path / name, name, FakeFleet(num_engines))
+            site = site_of(stage.fleet, stage.tracker)
+            activities = [*ControlActivities(site).all(), *FleetActivities(site).all()]
+            await workers.enter_async_context(
+                build_worker(temporal_client, fleet_queue(name), activities)
+            )
+            return stage
+
+        yield make
+
+
+@pytest.fixture
+async def stage(make_stage: Callable[..., Any]) -> Stage:
+    """A run with one engine."""
+    made: Stage = await make_stage()
+    return made

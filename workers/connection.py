@@ -1,0 +1,92 @@
+"""Connecting to Temporal: standard profiles and ``TEMPORAL_*``, with a short deadline."""
+
+import asyncio
+import logging
+from datetime import timedelta
+from functools import lru_cache
+
+import structlog
+from temporalio.api.operatorservice.v1 import AddSearchAttributesRequest
+from temporalio.client import Client
+from temporalio.envconfig import ClientConfig
+from temporalio.runtime import (
+    LogForwardingConfig,
+    LoggingConfig,
+    Runtime,
+    TelemetryConfig,
+    TelemetryFilter,
+)
+from temporalio.service import RPCError
+
+from activities.server import SEARCH_ATTRIBUTES, missing_search_attributes
+from models.errors import ConfigurationError, ServiceUnreachable
+from workers.plugin import perdure_plugin
+
+CONNECT_TIMEOUT_S = 5.0
+DEFAULT_ADDRESS = "127.0.0.1:7233"
+
+_log = structlog.get_logger(__name__)
+
+
+async def connect(address: str | None = None, *, timeout_s: float = CONNECT_TIMEOUT_S) -> Client:
+    """A client with Perdure's plugin.
+
+    Args:
+        address: ``host:port``; else the profile's, ``TEMPORAL_ADDRESS`` or the default.
+        timeout_s: deadline of the connection, all addresses and handshakes included.
+
+    Raises:
+        ServiceUnreachable: no server answered in time.
+        ConfigurationError: the profile file is malformed or names an unknown profile.
+    """
+    try:
+        config = ClientConfig.load_client_connect_config(config_file_strict=True)
+    except (RuntimeError, ValueError, OSError) as error:
+        raise ConfigurationError(f"Temporal client configuration: {error}") from error
+    if address is not None:
+        config["target_host"] = address
+    config.setdefault("target_host", DEFAULT_ADDRESS)
+    where = config["target_host"]
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await Client.connect(
+                **config,
+                plugins=[perdure_plugin()],
+                runtime=_runtime(),
+                connect_timeout=timedelta(seconds=timeout_s),
+            )
+    except (RuntimeError, RPCError, OSError, TimeoutError) as error:
+        reason = str(error).splitlines()[0] if str(error) else f"no answer in {timeout_s:g} s"
+        raise ServiceUnreachable(
+            f"Temporal at {where} does not answer: {reason}. Start it, or set TEMPORAL_ADDRESS"
+        ) from error
+
+
+async def ensure_search_attributes(client: Client) -> bool:
+    """Register what runs are listed by, if this client may; return whether all are there.
+
+    Best effort: without them runs work and are found by id only.
+    """
+    try:
+        missing = await missing_search_attributes(client)
+        if missing:
+            await client.operator_service.add_search_attributes(
+                AddSearchAttributesRequest(
+                    namespace=client.namespace,
+                    search_attributes={name: SEARCH_ATTRIBUTES[name] for name in missing},
+                )
+            )
+    except RPCError as error:
+        _log.warning("search attributes not registered", reason=error.message)
+        return False
+    return True
+
+
+@lru_cache(maxsize=1)
+def _runtime() -> Runtime:
+    """The process's one runtime. Core logs go through ``logging``: by default they use stdout."""
+    logs = LoggingConfig(
+        filter=TelemetryFilter(core_level="WARN", other_level="ERROR"),
+        forwarding=LogForwardingConfig(logger=logging.getLogger("temporal")),
+    )
+    return Runtime(telemetry=TelemetryConfig(logging=logs))

@@ -1,0 +1,52 @@
+"""The run's current state as Markdown, for the Web UI and ``temporal workflow metadata``."""
+
+from models.run import RunProgress
+
+
+def render(progress: RunProgress) -> str:
+    """Current details of a run. Lists rather than tables: the Web UI draws those without lines."""
+    total = progress.plan.num_rollouts if progress.plan else 0
+    lines = [
+        f"## {progress.state.value}: update {progress.next_update} of {total or '?'}",
+        "",
+        f"- now: {progress.stage}{' (paused)' if progress.paused else ''}",
+        f"- policy version: {progress.policy_version}, lag {progress.lag}",
+        f"- reward: {_reward(progress)}",
+        f"- last checkpoint: {_checkpoint(progress)}",
+        f"- last evaluation: {_evaluation(progress)}",
+        f"- epoch {progress.epoch}, recoveries {progress.recoveries}, "
+        f"updates redone {progress.updates_redone}",
+    ]
+    if progress.run is not None:
+        lines.append(f"- output: `{progress.run.root}`")
+    if progress.stop is not None:
+        lines.append(f"- stop requested: {progress.stop.reason or 'no reason given'}")
+    if progress.error is not None:
+        lines.append(f"- error: {progress.error_type}: {progress.error}")
+    return "\n".join(lines)
+
+
+def _reward(progress: RunProgress) -> str:
+    recent = progress.reward_recent
+    if not recent:
+        return "none yet"
+    half = len(recent) // 2
+    if half == 0:
+        return f"{recent[-1]:.3f}"
+    older, newer = recent[:half], recent[half:]
+    change = sum(newer) / len(newer) - sum(older) / len(older)
+    return f"{recent[-1]:.3f}, trend {change:+.3f} over {len(recent)} updates"
+
+
+def _checkpoint(progress: RunProgress) -> str:
+    reference = progress.checkpoint
+    if reference is None:
+        return "none yet"
+    return f"after update {reference.update + 1} (`{reference.folder}`)"
+
+
+def _evaluation(progress: RunProgress) -> str:
+    report = progress.evaluation
+    if report is None:
+        return "none yet"
+    return f"{report.reward_mean:.3f} on {report.prompts} prompts after update {report.update}"
