@@ -19,6 +19,8 @@ SEARCH_ATTRIBUTES = {
 }
 
 RAY_READY_LINE = b"Ray runtime started"
+WORKER_READY_LINE = b"task_queue="
+"""Part of the line that a worker logs once it polls."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +59,20 @@ def build_services(info: StackInfo, folder: Path) -> tuple[Service, ...]:
     return (
         _temporal(info, folder),
         _ray(info, folder),
-        Service("control", _perdure("worker", "control"), needs=("temporal",)),
+        Service(
+            "control",
+            _perdure("worker", "control"),
+            log_line=WORKER_READY_LINE,
+            needs=("temporal",),
+        ),
         # A Ray driver waits a minute for a cluster that is gone before it gives up.
-        Service("gpu", _perdure("worker", "gpu"), needs=("temporal", "ray"), dies_with=("ray",)),
+        Service(
+            "gpu",
+            _perdure("worker", "gpu"),
+            log_line=WORKER_READY_LINE,
+            needs=("temporal", "ray"),
+            dies_with=("ray",),
+        ),
     )
 
 
