@@ -65,8 +65,9 @@ def claim_epoch(store: Store, owner: Owner, *, take_over: bool = False) -> int:
         epoch += 1
     holder = read_owner(store)
     if holder is None or not holder.owner.same_run(owner):
-        # Somebody took the root over between the check and the claim: step back for good.
-        revoke_epoch(store, epoch)
+        # Somebody took the root over between the check and the claim. Nobody has used this epoch
+        # yet, so it goes: otherwise it would outrank the new owner's.
+        store.remove_tree(layout.epoch_file(epoch))
         raise OwnershipError(_refusal(store, holder, owner))
     return epoch
 
@@ -83,7 +84,7 @@ def epoch_claim(store: Store, epoch: int) -> Claim:
 
 def current_epoch(store: Store) -> int:
     """The highest epoch taken so far; 0 when none is."""
-    return _highest(store, _EPOCH)
+    return _highest(store, _EPOCH, 0)
 
 
 def revoke_epoch(store: Store, epoch: int) -> None:
@@ -93,7 +94,7 @@ def revoke_epoch(store: Store, epoch: int) -> None:
 
 def is_revoked(store: Store, epoch: int) -> bool:
     """Whether ``epoch`` or a higher one was revoked."""
-    return epoch <= _highest(store, _REVOKED)
+    return epoch <= _highest(store, _REVOKED, -1)
 
 
 def require_epoch(store: Store, epoch: int) -> None:
@@ -147,6 +148,6 @@ def _read_claim(store: Store, rel: str) -> Claim:
         raise ContractViolation(f"{store.root}/{rel} is not a claim: {error}") from error
 
 
-def _highest(store: Store, pattern: re.Pattern[str]) -> int:
+def _highest(store: Store, pattern: re.Pattern[str], default: int) -> int:
     matches = (pattern.fullmatch(name) for name in store.list(layout.LEASE))
-    return max((int(match[1]) for match in matches if match), default=0)
+    return max((int(match[1]) for match in matches if match), default=default)

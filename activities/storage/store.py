@@ -7,6 +7,7 @@ said at the method: ``rename`` copies, so commit there by a marker written last,
 """
 
 import hashlib
+import os
 import shutil
 import time
 import uuid
@@ -76,7 +77,10 @@ class Store:
         Names with a leading dot (temporary and staged files) only with ``hidden``.
         """
         try:
-            entries = self._fs.ls(self._full(rel), detail=False)
+            if self._is_local:
+                entries = os.listdir(self.local_path(rel))
+            else:
+                entries = self._fs.ls(self._full(rel), detail=False)
         except (FileNotFoundError, NotADirectoryError):
             return []
         names = {PurePosixPath(entry).name for entry in entries}
@@ -209,8 +213,8 @@ class Store:
 
     def get_file(self, rel: str, local: Path) -> None:
         """Copy ``rel`` to a file of this machine; parents are created."""
-        local.parent.mkdir(parents=True, exist_ok=True)
         with storage_errors(str(local)):
+            local.parent.mkdir(parents=True, exist_ok=True)
             self._fs.get_file(self._full(rel), str(local))
 
     def _jsonl_bytes(self, rel: str) -> bytes:
