@@ -43,7 +43,7 @@ class PreparedData:
 
 
 def prepare_data(spec: RunSpec, store: Store, model_dir: Path) -> PreparedData:
-    """Make ``prepared/data`` of ``spec`` with the tokenizer in ``model_dir``, or re-use it.
+    """Make ``prepared/data`` of ``spec`` with the tokenizer in ``model_dir``, or reuse it.
 
     Blocks for as long as generating and tokenizing takes. Raises ``ConfigurationError`` for
     missing, malformed, empty or overlapping data (file and line, or split and row), for prompts
