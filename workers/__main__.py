@@ -3,6 +3,8 @@
 import os
 import sys
 
+import structlog
+
 from workers.cli.app import run_command
 
 
@@ -11,6 +13,8 @@ def main() -> None:
 
     ``os._exit``, because a process that used the Temporal SDK may abort while Python finalizes.
     """
+    # Standard output belongs to results; structlog's default would write there.
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     code = run_command(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()

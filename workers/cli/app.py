@@ -1,11 +1,9 @@
 """All verbs of ``perdure``, and the one place where errors become exit codes."""
 
 import importlib.metadata
-import sys
 from collections.abc import Sequence
 from typing import Annotated
 
-import structlog
 import typer
 
 from workers.cli import config, control, model, run, stack, status
@@ -27,8 +25,6 @@ def _options(
 ) -> None:
     """Durable RL post-training for language models."""
     del debug  # taken out of the arguments before parsing, so that it works after a verb too
-    # Standard output belongs to results; structlog's default would write there.
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
 
 
 @app.command()

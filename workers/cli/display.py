@@ -100,9 +100,9 @@ class PlainReporter:
             self._updates = progress.next_update
         for update in range(self._updates, progress.next_update):
             self._line(update_line(progress, update))
-        if progress.next_update == self._updates and _is_worth_a_line(progress):
-            self._once(f"{progress.state.value}: {progress.stage}")
         self._updates = max(self._updates, progress.next_update)
+        if _is_worth_a_line(progress):
+            self._once(f"{progress.state.value}: {progress.stage}")
 
     def _once(self, text: str) -> None:
         if text != self._said:

@@ -54,9 +54,10 @@ def report(error: BaseException, *, debug: bool) -> int:
         for line in error.message.splitlines():
             sys.stderr.write(f"perdure: {line}\n")
     else:
-        where = traceback.extract_tb(error.__traceback__)[-1]
+        frames = traceback.extract_tb(error.__traceback__)
+        where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
         sys.stderr.write(
-            f"perdure: unexpected {type(error).__name__}: {error} "
-            f"({where.filename}:{where.lineno}); --debug shows the traceback\n"
+            f"perdure: unexpected {type(error).__name__}: {error}{where}; "
+            "--debug shows the traceback\n"
         )
     return exit_code(error)

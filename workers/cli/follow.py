@@ -7,11 +7,13 @@ from temporalio.client import Client
 from temporalio.service import RPCError
 
 from models.errors import ConfigurationError, ServiceUnreachable
-from models.run import RunProgress
+from models.run import RunProgress, RunState
 from workers.cli.display import Reporter
 from workers.cli.server import RunView, look, progress_of
 
 POLL_S = 0.5
+DESCRIBE_S = 5.0
+"""A closed workflow still answers queries: a terminated one is noticed this often."""
 UNREACHABLE_LIMIT_S = 300.0
 """A server that is away for longer ends the following, never the run."""
 SILENT_LIMIT_S = 6.0
@@ -28,13 +30,13 @@ async def follow(
         ServiceUnreachable: the server was away for five minutes.
     """
     last: RunProgress | None = None
-    answered = reached = time.monotonic()
+    answered = reached = described = time.monotonic()
     while True:
         note = ""
         try:
             progress = await progress_of(client, run_id)
-            terminal = progress is not None and progress.state.is_terminal
-            if progress is None or terminal:
+            if _may_be_over(progress) or time.monotonic() - described > DESCRIBE_S:
+                described = time.monotonic()
                 view = await look(client, run_id)
                 if view is None:
                     raise ConfigurationError(f"{run_id}: the server knows no such run")
@@ -58,3 +60,8 @@ async def follow(
             )
         reporter.show(progress or last, note)
         await asyncio.sleep(POLL_S)
+
+
+def _may_be_over(progress: RunProgress | None) -> bool:
+    """Whether the workflow's own word does not settle that it goes on training."""
+    return progress is None or progress.state is not RunState.TRAINING

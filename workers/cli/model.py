@@ -1,11 +1,12 @@
 """``model tiny``: make a small model folder without a run."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from configs.data import TaskSpec
+from configs.data import DataSection, TaskSpec
 from configs.model import TinySpec
 from models.errors import ConfigurationError
 from workers.cli.output import notice, out
@@ -32,8 +33,8 @@ def tiny(
     seed: Annotated[int, typer.Option(min=0, help="Initialization and warm-up.")] = 0,
 ) -> None:
     """Make a tiny Qwen3 that has begun to learn reversing words, as a Hugging Face folder."""
-    if folder.exists() and any(folder.iterdir()):
-        raise ConfigurationError(f"--out {folder}: is not empty; name a new folder")
+    if folder.exists():
+        raise ConfigurationError(f"--out {folder}: exists already; name a new folder")
     spec = TinySpec(
         hidden_size=hidden_size,
         num_layers=num_layers,
@@ -43,8 +44,20 @@ def tiny(
         seed=seed,
     )
     task = TaskSpec(task="reverse_word", train_count=1, params={"letters": letters})
-    # torch and transformers come with this module.
-    from workers.sources.tiny import make_tiny
+    # Before torch is imported: spinning OpenMP threads on busy cores are many times slower.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from workers.sources.folders import staged
+    from workers.sources.tasks import generate_questions
+    from workers.sources.tiny import make_tiny_model, questions_needed
 
-    make_tiny(spec, task, folder, notice=notice)
-    out().print(str(folder), markup=False, soft_wrap=True)
+    needed = questions_needed(spec) if warmup_accuracy > 0 else 0
+    questions = generate_questions(task, DataSection().seed, needed, 0)
+    notice(f"making {num_layers} layers of width {hidden_size}, a minute at most")
+    with staged(folder) as stage:
+        report = make_tiny_model(stage, spec, questions.train)
+    out().print(
+        f"{folder}: {report.num_parameters:,} parameters, accuracy {report.accuracy:.2f} after "
+        f"{report.batches} supervised batches",
+        markup=False,
+        soft_wrap=True,
+    )

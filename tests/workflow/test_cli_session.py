@@ -1,0 +1,185 @@
+"""``perdure run`` and its siblings against the real workflow, with the fleet faked."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs.load import Loaded, load_run
+from models.errors import ConfigurationError
+from models.run import StopRequest
+from workers.cli.errors import DONE, FAILED, USAGE, Refused
+from workers.cli.overview import overview
+from workers.cli.place import Place
+from workers.cli.server import look, progress_of, request_cancel, request_update
+from workers.cli.session import Session, wait_for
+
+pytestmark = pytest.mark.workflow
+
+
+class Desk:
+    """A user at the command line: a run file, and a server address."""
+
+    def __init__(self, stage: Any, folder: Path) -> None:
+        self.stage = stage
+        self.place = Place(stage.client.service_client.config.target_host)
+        self.file = folder / "run.json"
+
+    def loaded(self, *overrides: str, **sections: dict[str, Any]) -> Loaded:
+        self.file.write_text(json.dumps(self.stage.document(**sections)))
+        return load_run(self.file, overrides)
+
+    async def run(self, loaded: Loaded, *, follow: bool = True, as_json: bool = True) -> int:
+        session = Session(loaded, self.place, file=str(self.file), as_json=as_json, take_over=False)
+        return await asyncio.wait_for(session.run(follow=follow), 40)
+
+
+@pytest.fixture
+def desk(stage: Any, tmp_path: Path) -> Desk:
+    return Desk(stage, tmp_path)
+
+
+def last_json(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    # Activities of the worker in this process log to the same standard output.
+    line: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    return line
+
+
+async def test_a_run_is_followed_to_its_end_and_not_run_twice(
+    desk: Desk, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loaded = desk.loaded()
+    assert await desk.run(loaded) == DONE
+    first = last_json(capsys)
+    assert first["run_id"] == loaded.spec.run_id
+    assert (first["state"], first["updates"]) == ("complete", 3)
+    assert first["root"] == str(desk.stage.root)
+    assert first["reward_first"] is not None
+    log = list(desk.stage.fleet.log)
+    assert await desk.run(loaded) == DONE
+    assert last_json(capsys) == first
+    assert desk.stage.fleet.log == log
+
+
+async def test_a_complete_run_refuses_another_configuration(desk: Desk) -> None:
+    await desk.run(desk.loaded())
+    other = desk.loaded(training={"num_rollouts": 4})
+    with pytest.raises(ConfigurationError, match="is complete with another configuration"):
+        await desk.run(other)
+
+
+async def test_a_second_command_joins_and_another_configuration_is_refused(
+    desk: Desk, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loaded = desk.loaded(training={"num_rollouts": 400})
+    assert await desk.run(loaded, follow=False) == DONE
+    other = desk.loaded(training={"num_rollouts": 500})
+    with pytest.raises(ConfigurationError) as caught:
+        await desk.run(other)
+    assert loaded.identity in caught.value.message
+    assert other.identity in caught.value.message
+    capsys.readouterr()
+    patient = desk.loaded("launch.max_retries=7", training={"num_rollouts": 400})
+    joined = asyncio.create_task(desk.run(patient))
+    await until(lambda: asks(desk, "training"))
+    await request_update(
+        desk.stage.client, loaded.spec.run_id, "stop", StopRequest(reason="enough")
+    )
+    assert await joined == FAILED
+    assert last_json(capsys)["state"] == "stopped"
+    assert desk.stage.fleet.log.count("teardown") == 1
+
+
+async def test_a_stopped_run_starts_again_and_resumes(
+    desk: Desk, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loaded = desk.loaded(training={"num_rollouts": 30})
+    await desk.run(loaded, follow=False)
+    await until(lambda: asks(desk, "training"))
+    await request_update(desk.stage.client, loaded.spec.run_id, "stop", StopRequest())
+    assert await wait_for(desk.place, loaded.spec.run_id, as_json=True) == FAILED
+    capsys.readouterr()
+    assert await desk.run(loaded) == DONE
+    line = last_json(capsys)
+    assert (line["state"], line["updates"]) == ("complete", 30)
+
+
+async def test_refused_requests_say_why(desk: Desk) -> None:
+    loaded = desk.loaded(training={"num_rollouts": 400})
+    run_id, client = loaded.spec.run_id, desk.stage.client
+    await desk.run(loaded, follow=False)
+    await until(lambda: asks(desk, "training"))
+    with pytest.raises(Refused, match="the run is not paused"):
+        await request_update(client, run_id, "resume")
+    await request_update(client, run_id, "pause")
+    with pytest.raises(Refused, match="paused already"):
+        await request_update(client, run_id, "pause")
+    await request_cancel(client, run_id)
+    assert await wait_for(desk.place, run_id, as_json=True) == FAILED
+    with pytest.raises(Refused, match="does not run"):
+        await request_update(client, run_id, "pause")
+
+
+async def test_a_configuration_error_of_the_claim_is_exit_2(
+    desk: Desk, capsys: pytest.CaptureFixture[str]
+) -> None:
+    desk.stage.root.parent.mkdir(parents=True, exist_ok=True)
+    desk.stage.root.write_text("a file where the output root should be")
+    assert await desk.run(desk.loaded()) == USAGE
+    captured = capsys.readouterr()
+    assert json.loads(captured.out.splitlines()[-1])["state"] == "failed"
+    assert captured.err.splitlines()[-1].startswith("perdure: train/")
+
+
+async def test_status_reports_runs_and_actors(desk: Desk) -> None:
+    loaded = desk.loaded(training={"num_rollouts": 400})
+    await desk.run(loaded, follow=False)
+    await until(lambda: asks(desk, "training"))
+    actor = {"role": "trainer", "rank": 0, "pid": 1, "host": "localhost", "incarnation": 2}
+    (desk.stage.root / "fleet.json").write_text(json.dumps([actor]))
+    report = await overview(desk.place, loaded.spec.run_id, None)
+    (run,) = report["runs"]
+    assert run["run_id"] == loaded.spec.run_id
+    assert run["state"] == "training"
+    assert run["root"] == str(desk.stage.root)
+    assert run["total"] == 400
+    assert {key: run["actors"][0][key] for key in actor} == actor
+    assert run["actors"][0]["alive"] is True
+    everything = await overview(desk.place, None, None)
+    assert loaded.spec.run_id in {each["run_id"] for each in everything["runs"]}
+    assert (await overview(desk.place, "train/nobody", None))["runs"] == []
+    await request_cancel(desk.stage.client, loaded.spec.run_id)
+
+
+async def test_people_see_a_line_an_update_and_the_last_screen(
+    desk: Desk, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from workers.cli import output
+
+    output.out.cache_clear()
+    output.err.cache_clear()
+    try:
+        assert await desk.run(desk.loaded(), as_json=False) == DONE
+        captured = capsys.readouterr()
+    finally:
+        output.out.cache_clear()
+        output.err.cache_clear()
+    assert "complete, 3 of 3 updates" in captured.out
+    assert "started" in captured.err
+
+
+async def asks(desk: Desk, state: str) -> bool:
+    run_id = f"train/{desk.stage.name}"
+    if await look(desk.stage.client, run_id) is None:
+        return False
+    progress = await progress_of(desk.stage.client, run_id)
+    return progress is not None and progress.state == state
+
+
+async def until(condition: Callable[[], Any], timeout_s: float = 20.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not await condition():
+            await asyncio.sleep(0.05)
