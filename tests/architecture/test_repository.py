@@ -1,6 +1,5 @@
 """What is tracked: documents that match the code, no traces of one machine, recipes that load."""
 
-import json
 import re
 import shutil
 import subprocess
@@ -10,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from activities.storage import layout
-from configs.run import RunSpec
+from configs.load import load_run, resolve_document
+from workers.cli.app import app
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_FILE_BYTES = 500_000
@@ -92,7 +92,36 @@ def test_there_are_recipes() -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
 def test_recipe_is_a_valid_run_file(recipe: Path) -> None:
-    RunSpec.model_validate_json(json.dumps(tomllib.loads(recipe.read_text())))
+    assert load_run(recipe).spec.name == recipe.stem
+
+
+def test_run_files_in_the_documents_are_valid(tmp_path: Path) -> None:
+    blocks = [
+        block
+        for name, text in tracked_text().items()
+        if name.endswith(".md")
+        for block in re.findall(r"^```toml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    ]
+    assert blocks
+    for block in blocks:
+        resolve_document(tomllib.loads(block), origin="document", folder=tmp_path)
+
+
+def test_commands_in_the_documents_exist() -> None:
+    """Every ``perdure VERB`` that a document tells people to type."""
+    known = {
+        command.name or getattr(command.callback, "__name__", "")
+        for command in app.registered_commands
+    }
+    known |= {group.name or "" for group in app.registered_groups}
+    told = {
+        verb
+        for name, text in tracked_text().items()
+        if name.endswith(".md")
+        for verb in re.findall(r"(?:^\$ |`)perdure ([a-z]+)", text, re.MULTILINE)
+    }
+    assert told
+    assert told <= known
 
 
 @pytest.mark.parametrize("script", ["quickstart", "test", "pin"])
