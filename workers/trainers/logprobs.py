@@ -18,6 +18,8 @@ from torch import Tensor
 
 from workers.trainers.packing import MicroBatch
 
+_SLICE_ELEMENTS = 1 << 21  # float32 temporaries of this size stay in the processor's cache
+
 ChunkLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(log-probs [n], entropies [n], token index [n]) -> scalar loss of the chunk."""
 
@@ -57,9 +59,9 @@ class Scorer:
         return torch.cat(logprobs), torch.cat(entropies)
 
     def backward(self, batch: MicroBatch, loss: ChunkLoss) -> None:
-        """Add the gradient of ``loss``, summed over chunks, to the parameters.
+        """Add the gradient of ``loss`` to the parameters.
 
-        ``loss`` must be a sum over tokens: it is called once per chunk.
+        ``loss`` must be a sum over tokens: it is called with a slice of them at a time.
         """
         batch = batch.to(self.device)
         with self._autocast():
@@ -73,7 +75,9 @@ class Scorer:
             )
             for h, targets, index in chunks:
                 logits = self.head(h)
-                logits.backward(self._logit_gradient(logits.detach(), targets, index, loss))
+                # the head's backward does not read its output: the gradient takes its place
+                self._logits_to_gradient(logits.detach(), targets, index, loss)
+                logits.backward(logits.detach())
                 del logits
         hidden.backward(leaf.grad)
 
@@ -88,22 +92,32 @@ class Scorer:
         hidden: Tensor = out.last_hidden_state
         return hidden.flatten(0, 1).index_select(0, batch.predictors)
 
-    def _logit_gradient(
+    def _logits_to_gradient(
         self, logits: Tensor, targets: Tensor, index: Tensor, loss: ChunkLoss
-    ) -> Tensor:
-        """The loss's gradient at the logits, [n, V] in their dtype."""
-        logprobs, entropies, log_p = _log_softmax_stats(logits, targets, self.temperature)
-        logprobs.requires_grad_()
-        entropies.requires_grad_()
-        with torch.enable_grad(), torch.autocast(self.device.type, enabled=False):
-            value = loss(logprobs, entropies, index)
-        d_logprob, d_entropy = torch.autograd.grad(
-            value, (logprobs, entropies), allow_unused=True, materialize_grads=True
-        )
-        with torch.no_grad():
-            return _through_log_softmax(
-                log_p, entropies.detach(), targets, d_logprob, d_entropy, self.temperature
-            ).to(logits.dtype)
+    ) -> None:
+        """Overwrite logits [n, V] by the loss's gradient at them, a few rows at a time."""
+        rows = max(1, _SLICE_ELEMENTS // logits.shape[-1])
+        slices = zip(logits.split(rows), targets.split(rows), index.split(rows), strict=True)
+        for part, part_targets, part_index in slices:
+            logprobs, entropies, log_p = _log_softmax_stats(part, part_targets, self.temperature)
+            logprobs.requires_grad_()
+            entropies.requires_grad_()
+            with torch.enable_grad(), torch.autocast(self.device.type, enabled=False):
+                value = loss(logprobs, entropies, part_index)
+            d_logprob, d_entropy = torch.autograd.grad(
+                value, (logprobs, entropies), allow_unused=True, materialize_grads=True
+            )
+            with torch.no_grad():
+                part.copy_(
+                    _through_log_softmax(
+                        log_p,
+                        entropies.detach(),
+                        part_targets,
+                        d_logprob,
+                        d_entropy,
+                        self.temperature,
+                    )
+                )
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(
