@@ -96,7 +96,7 @@ async def test_a_second_command_joins_and_another_configuration_is_refused(
 async def test_a_stopped_run_starts_again_and_resumes(
     desk: Desk, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    loaded = desk.loaded(training={"num_rollouts": 30})
+    loaded = desk.loaded(training={"num_rollouts": 12})
     await desk.run(loaded, follow=False)
     await until(lambda: asks(desk, "training"))
     await request_update(desk.stage.client, loaded.spec.run_id, "stop", StopRequest())
@@ -104,7 +104,7 @@ async def test_a_stopped_run_starts_again_and_resumes(
     capsys.readouterr()
     assert await desk.run(loaded) == DONE
     line = last_json(capsys)
-    assert (line["state"], line["updates"]) == ("complete", 30)
+    assert (line["state"], line["updates"]) == ("complete", 12)
 
 
 async def test_refused_requests_say_why(desk: Desk) -> None:

@@ -14,7 +14,15 @@ from models.ports import ActorStatus
 from models.run import RunOutcome, RunProgress, RunState
 from workers.cli import artifacts
 from workers.cli.place import Place
-from workers.cli.server import RunView, connect_to, list_runs, look, outcome_of, progress_of
+from workers.cli.server import (
+    Failure,
+    RunView,
+    connect_to,
+    list_runs,
+    look,
+    outcome_of,
+    progress_of,
+)
 from workers.local_stack import StackStatus
 
 _ACTORS: TypeAdapter[tuple[ActorStatus, ...]] = TypeAdapter(tuple[ActorStatus, ...])
@@ -78,29 +86,32 @@ async def _run(client: Client, run_id: str, place: Place) -> dict[str, Any] | No
     view = await look(client, run_id)
     if view is None:
         return None
-    progress = await progress_of(client, run_id)
     outcome = None if view.is_open else await outcome_of(client, run_id)
+    # A closed run answers queries only while its fleet's worker lives; its outcome says enough.
+    asks = view.is_open or "root" not in view.memo
+    progress = await progress_of(client, run_id) if asks else None
     root = _root(view, progress)
     state = _state(view, progress, outcome)
     actors = await asyncio.to_thread(_actors, root, is_local=place.stack is not None)
     known = progress or RunProgress()
     done = outcome if isinstance(outcome, RunOutcome) else None
+    checkpoint = done.checkpoint if done else known.checkpoint
     return {
         "run_id": run_id,
         "state": state,
         "paused": known.paused,
         "update": done.updates if done else known.next_update,
-        "total": known.plan.num_rollouts if known.plan else 0,
+        "total": _total(view, known),
         "policy_version": done.policy_version if done else known.policy_version,
-        "stage": known.stage if progress else "unknown: no control worker answers",
+        "stage": _stage(view, progress),
         "reward": known.reward_last,
         "lag": known.lag,
         "recoveries": known.recoveries,
         "updates_redone": known.updates_redone,
         "epoch": known.epoch,
-        "checkpoint": known.checkpoint.folder if known.checkpoint else None,
+        "checkpoint": checkpoint.folder if checkpoint else None,
         "root": root,
-        "error": known.error,
+        "error": outcome.message if isinstance(outcome, Failure) else known.error,
         "actors": [each for each in actors if view.is_open or each["alive"]],
     }
 
@@ -109,6 +120,18 @@ def _root(view: RunView, progress: RunProgress | None) -> str:
     if progress is not None and progress.run is not None:
         return progress.run.root
     return str(view.memo.get("root", ""))
+
+
+def _total(view: RunView, known: RunProgress) -> int:
+    if known.plan is not None:
+        return known.plan.num_rollouts
+    return int(view.memo.get("num_rollouts", 0))
+
+
+def _stage(view: RunView, progress: RunProgress | None) -> str:
+    if progress is not None:
+        return progress.stage
+    return "waiting for a worker" if view.is_open else view.status
 
 
 def _state(view: RunView, progress: RunProgress | None, outcome: object) -> str:

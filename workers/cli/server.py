@@ -137,7 +137,11 @@ async def start_run(client: Client, loaded: Loaded, *, take_over: bool) -> None:
             id=spec.run_id,
             task_queue=CONTROL_QUEUE,
             id_conflict_policy=WorkflowIDConflictPolicy.FAIL,
-            memo={"identity_sha256": loaded.identity, "root": spec.output.root},
+            memo={
+                "identity_sha256": loaded.identity,
+                "root": spec.output.root,
+                "num_rollouts": spec.training.num_rollouts,
+            },
             static_summary=f"{spec.name}: {spec.model.source}",
             static_details=_details(loaded),
             rpc_timeout=RPC_TIMEOUT,
@@ -207,16 +211,13 @@ async def _view(description: WorkflowExecutionDescription) -> RunView:
 
 
 def _failure(error: WorkflowFailureError) -> Failure:
-    """The innermost application error says what happened; the rest is how it travelled."""
-    cause: BaseException | None = error.cause
-    found = Failure(type(cause).__name__, str(cause))
-    while cause is not None:
-        if isinstance(cause, ApplicationError):
-            found = Failure(cause.type or "ApplicationError", cause.message)
-        elif isinstance(cause, (CancelledError, TerminatedError)):
-            found = Failure(type(cause).__name__, "the run was canceled or terminated")
-        cause = cause.__cause__
-    return found
+    """The workflow's own error; what caused it in turn is in its history."""
+    cause = error.cause
+    if isinstance(cause, ApplicationError):
+        return Failure(cause.type or "ApplicationError", cause.message)
+    if isinstance(cause, (CancelledError, TerminatedError)):
+        return Failure(type(cause).__name__, str(cause) or "ended from outside")
+    return Failure(type(cause).__name__, str(cause))
 
 
 def _refused_or_unreachable(run_id: str, error: RPCError) -> Exception:
