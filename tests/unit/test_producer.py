@@ -320,8 +320,9 @@ async def test_another_training_file_is_refused(rig):
 
 
 async def test_a_prompt_that_fills_the_context_is_refused(rig):
-    producer = rig.producer(rig.spec(core={"max_context_length": 8}))
+    producer = rig.producer(rig.spec(core={"max_context_length": 8}), num_prompts=2000)
     await producer.set_engines(token(), ONE)
+    rig.engine.open.clear()  # most of "train0" ... "train1999" are nine tokens long
     with pytest.raises(ConfigurationError, match="max_context_length"):
         await collect(rig, producer)
 
