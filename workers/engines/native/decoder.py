@@ -31,32 +31,31 @@ class Decoder:
         self._scale = shape.head_dim**-0.5
         self._cos, self._sin = _rope_tables(shape, max_positions, weights.dtype)
 
-    def decode(
-        self, tokens: torch.Tensor, positions: torch.Tensor, cache: KvCache, length: int
-    ) -> torch.Tensor:
+    def decode(self, tokens: torch.Tensor, positions: torch.Tensor, cache: KvCache) -> torch.Tensor:
         """Feed one token per slot; logits [n, V] of the next one.
 
-        ``tokens`` and ``positions`` are [n] for the slots [0, n); attention reads the first
-        ``length`` cache positions, of which those up to ``positions`` count.
+        ``tokens`` and ``positions`` are [n] for the slots [0, n); attention reads the whole
+        cache, of which the positions up to ``positions`` count.
         """
         # Waking a second thread costs more than it saves on anything but the matrix products.
         torch.set_num_threads(1)
         shape, n = self.shape, len(tokens)
         cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
         index = cache.write_index(positions)
-        hidden_positions = torch.arange(length) > positions.unsqueeze(1)
-        mask = torch.zeros(n, length, dtype=self.weights.dtype)
+        hidden_positions = torch.arange(cache.capacity) > positions.unsqueeze(1)
+        mask = torch.zeros(n, cache.capacity, dtype=self.weights.dtype)
         mask.masked_fill_(hidden_positions, float("-inf"))
         mask = mask.repeat_interleave(shape.num_kv_heads, 0).unsqueeze(1)
         x = self.weights.embedding[tokens]
-        routed = []
+        routed: list[torch.Tensor] = []
         for number, layer in enumerate(self.weights.layers):
             qk, v = self._heads(self._norm(x, layer.input_norm), layer)
             qk = _rotate(qk, cos, sin)
             cache.append(number, index, qk[:, shape.num_heads :], v)
-            keys, values = cache.window(number, n, length)
+            keys, values = cache.whole(number, n)
             grouped = qk[:, : shape.num_heads].reshape(len(keys), -1, shape.head_dim)
-            scores = torch.baddbmm(mask, grouped, keys.transpose(1, 2), alpha=self._scale)
+            scores = torch.bmm(grouped, keys.transpose(1, 2))
+            scores = torch.add(mask, scores, alpha=self._scale)
             mixed = torch.bmm(scores.softmax(-1), values).view(n, -1)
             x = x + self._linear(mixed, layer.output, layer.output_bias)
             x = x + self._feed_forward(self._norm(x, layer.post_norm), layer, routed)

@@ -1,16 +1,17 @@
 """The KV cache: one dense prefix of slots, grown in steps and bounded by a byte budget.
 
 Slot s of every tensor belongs to the s-th running request; running requests are always slots
-[0, n). Per layer, K and V are [slots, kv heads, capacity, head_dim]: the rows of one head are
-contiguous, so attention of all requests is one batched matrix product without a copy.
+[0, n). Per layer, K and V are [slots, kv heads, capacity, head_dim], and the capacity follows the
+longest running request: attention always reads whole tensors, because a bfloat16 product over a
+slice of a longer cache copies it first (four times slower, measured).
 """
 
 import torch
 
 from workers.engines.native.model_shape import ModelShape
 
-CAPACITY_STEP = 64
-"""Capacity grows in multiples of this many tokens."""
+CAPACITY_STEP = 32
+"""Capacity is a multiple of this many tokens."""
 SLOT_STEP = 16
 """Slots grow in multiples of this many requests."""
 
@@ -45,18 +46,20 @@ class KvCache:
         """Whether ``slots`` requests of up to ``capacity`` tokens stay inside the budget."""
         return slots * capacity <= self.max_tokens
 
-    def ensure(self, slots: int, capacity: int, live: int) -> None:
-        """Make room for ``slots`` x ``capacity``, keeping the first ``live`` slots.
+    def ensure(self, slots: int, length: int, need: int, live: int) -> None:
+        """Room for ``slots`` requests of ``length`` tokens, keeping the first ``live`` slots.
 
-        The caller checked ``fits``. Growth is in steps as far as the budget allows.
+        ``need`` is what the longest request can still grow to: it bounds the spare room. The
+        caller checked that slots x need fits. A cache twice as long as needed shrinks.
         """
-        if slots <= self.slots and capacity <= self.capacity:
+        spare = max(CAPACITY_STEP, length // 8)
+        wanted = round_up(min(max(need, length), length + spare), CAPACITY_STEP)
+        if slots <= self.slots and length <= self.capacity < 2 * wanted:
             return
         rows = max(round_up(slots, SLOT_STEP), self.slots)
-        width = max(round_up(capacity, CAPACITY_STEP), self.capacity)
-        if not self.fits(rows, width):
-            rows, width = slots, max(capacity, min(self.capacity, self.max_tokens // slots))
-        self.resize(rows, width, live)
+        if not self.fits(rows, wanted):
+            rows, wanted = slots, max(length, min(wanted, self.max_tokens // slots))
+        self.resize(rows, wanted, live)
 
     def resize(self, slots: int, capacity: int, live: int) -> None:
         """Reallocate layer by layer, so that at most one layer exists twice."""
@@ -93,11 +96,11 @@ class KvCache:
         self.keys[layer].view(-1, head_dim).index_copy_(0, index, k.reshape(-1, head_dim))
         self.values[layer].view(-1, head_dim).index_copy_(0, index, v.reshape(-1, head_dim))
 
-    def window(self, layer: int, num_slots: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [num_slots * kv heads, length, head_dim] as views."""
+    def whole(self, layer: int, num_slots: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [num_slots * kv heads, capacity, head_dim] as views."""
         heads, head_dim = num_slots * self.shape.num_kv_heads, self.shape.head_dim
-        keys = self.keys[layer].view(-1, self.capacity, head_dim)[:heads, :length]
-        values = self.values[layer].view(-1, self.capacity, head_dim)[:heads, :length]
+        keys = self.keys[layer].view(-1, self.capacity, head_dim)[:heads]
+        values = self.values[layer].view(-1, self.capacity, head_dim)[:heads]
         return keys, values
 
     def fill(self, layer: int, first: int, k: torch.Tensor, v: torch.Tensor) -> None:

@@ -38,9 +38,10 @@ def follow_parent() -> None:
 async def watch_parent() -> None:
     """Look at the parent id once a second and exit when it changes."""
     parent = os.getppid()
-    while os.getppid() == parent:
+    while True:
         await asyncio.sleep(PARENT_POLL_S)
-    os._exit(1)
+        if os.getppid() != parent:
+            os._exit(1)
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -114,18 +114,18 @@ def parse_generate(body: dict[str, Any], bounds: Bounds) -> Job:
                 f"req.logprob_start_len={start} is higher than the number of input tokens"
                 f" len(req.origin_input_ids)={len(prompt)}. Please use a smaller logprob_start_len."
             )
-        for sibling in range(num_samples):
-            requests.append(
-                Request(
-                    rid=rid if num_samples == 1 else f"{rid}_{uuid4().hex}",
-                    input_ids=prompt,
-                    sampling=_with_seed(sampling, told.get("sampling_seed"), sibling),
-                    prompt_logprobs_from=start if scored else None,
-                    want_experts=_field(body, "return_routed_experts", bool, False),
-                    stream=_field(body, "stream", bool, False),
-                    arrived=time.monotonic(),
-                )
+        requests += [
+            Request(
+                rid=rid if num_samples == 1 else f"{rid}_{uuid4().hex}",
+                input_ids=prompt,
+                sampling=_with_seed(sampling, told.get("sampling_seed"), sibling),
+                prompt_logprobs_from=start if scored else None,
+                want_experts=_field(body, "return_routed_experts", bool, False),
+                stream=_field(body, "stream", bool, False),
+                arrived=time.monotonic(),
             )
+            for sibling in range(num_samples)
+        ]
     wanted = Wanted(
         logprobs=_field(body, "return_logprob", bool, False),
         skip_special=bool(told.get("skip_special_tokens", True)),
@@ -153,7 +153,7 @@ def _prompts(body: dict[str, Any], bounds: Bounds) -> tuple[list[list[int]], boo
     if ids is None and text is None:
         raise PayloadError("Either text, input_ids or input_embeds should be provided.")
     if ids is None:
-        texts = text if isinstance(text, list) else [text]
+        texts: list[Any] = text if isinstance(text, list) else [text]
         if not all(isinstance(item, str) for item in texts):
             raise ServerError("1 validation error: text: Input should be a valid string")
         if not bounds.codec.available:

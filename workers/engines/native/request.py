@@ -59,6 +59,11 @@ class Request:
         return len(self.input_ids) + self.sampling.max_new_tokens
 
     @property
+    def known_length(self) -> int:
+        """Prompt and tokens kept from before a retraction."""
+        return len(self.input_ids) + len(self.kept_ids)
+
+    @property
     def watched(self) -> bool:
         """Whether the tokens must be looked at after each step."""
         return self.stream or bool(self.sampling.stop_strings)

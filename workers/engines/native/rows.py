@@ -1,4 +1,4 @@
-"""Per-slot state of the running requests as columns, so that one step is a few vector operations."""
+"""Per-slot state of the running requests as columns: one step is a few vector operations."""
 
 from dataclasses import dataclass, field
 

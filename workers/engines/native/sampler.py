@@ -57,12 +57,11 @@ def sample(
     greedy = rows.temperature == 0
     # Greedy log-probs are those of temperature 1.
     heat = torch.where(greedy, 1.0, rows.temperature).unsqueeze(1)
-    probabilities = logits.div_(heat).softmax(-1)
+    if bool((heat != 1).any()):
+        logits.div_(heat)
+    probabilities = logits.softmax(-1)
     draws = uniforms(rows.seed, rows.step)
-    if plain:
-        chosen = _invert(probabilities, draws)
-    else:
-        chosen = _choose(probabilities, draws, rows, greedy)
+    chosen = _invert(probabilities, draws) if plain else _choose(probabilities, draws, rows, greedy)
     picked = probabilities.gather(1, chosen.unsqueeze(1)).squeeze(1)
     return chosen, picked.log()
 
@@ -93,12 +92,26 @@ def _choose(
 
 
 def _invert(probabilities: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
-    """Inverse-CDF sampling: the first index whose cumulative mass exceeds draw x total."""
-    cumulative = probabilities.cumsum(-1)
-    total = cumulative[:, -1:]
-    # Below the total even after rounding to float32, so that the index always has mass.
-    target = torch.minimum((draws.unsqueeze(1) * total).float(), total * (1 - 2.0**-23))
-    return torch.searchsorted(cumulative, target, right=True).squeeze(1)
+    """Inverse-CDF sampling: the first index whose cumulative mass exceeds draw x total.
+
+    In two levels, block sums and then one block, which spares the running sum over V.
+    """
+    n, vocabulary = probabilities.shape
+    width = next((w for w in range(512, 31, -1) if vocabulary % w == 0), vocabulary)
+    blocks = probabilities.view(n, -1, width)
+    sums = blocks.sum(-1)
+    ends = sums.cumsum(-1)
+    target = (draws.unsqueeze(1) * ends[:, -1:]).float()
+    block = _first_above(ends, target)
+    inside = blocks[torch.arange(n), block.squeeze(1)].cumsum(-1)
+    offset = _first_above(inside, target - (ends - sums).gather(1, block))
+    return (block * width + offset).squeeze(1)
+
+
+def _first_above(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """First index [n, 1] with cumulative > target; rounding never leads past the last mass."""
+    inside = torch.minimum(target, cumulative[:, -1:] * (1 - 2.0**-23)).clamp_(min=0.0)
+    return torch.searchsorted(cumulative, inside, right=True)
 
 
 def _restricted(

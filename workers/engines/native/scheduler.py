@@ -24,8 +24,6 @@ from workers.engines.native.request import Emit, Finished, Refused, Request, Tok
 from workers.engines.native.rows import Rows
 from workers.engines.native.sampler import sample
 
-LENGTH_STEP = 32
-"""Attention reads the cache in multiples of this many positions."""
 FIXED_ROWS_STEP = 16
 """Deterministic batches are padded to a multiple of this many rows."""
 
@@ -147,7 +145,7 @@ class Scheduler:
         if not picked:
             return
         live = len(self.running)
-        self.cache.ensure(live + len(picked), max(r.need for r in picked), live)
+        self._make_room(live + len(picked), max(r.known_length for r in picked), width, live)
         now = time.monotonic()
         for request in picked:
             request.started = request.started or now
@@ -160,12 +158,10 @@ class Scheduler:
         rows, n = self.rows, len(self.running)
         computed = n if self._fixed_length is None else rows.size
         positions = rows.column("position", computed)
-        length = self._fixed_length or min(
-            round_up(int(positions.max()) + 1, LENGTH_STEP), self.cache.capacity
-        )
-        logits = self.decoder.decode(rows.column("token", computed), positions, self.cache, length)[
-            :n
-        ].float()
+        need = max(request.need for request in rows.requests)
+        self._make_room(n, int(positions.max()) + 1, need, n)
+        tokens = rows.column("token", computed)
+        logits = self.decoder.decode(tokens, positions, self.cache)[:n].float()
         if rows.holds_back_stops:
             self._hold_back_stops(logits)
         torch.set_num_threads(self.decoder.num_threads)
@@ -179,6 +175,12 @@ class Scheduler:
         self.cache.logprobs[slots, live] = logprobs
         self.generated_tokens += n
         self._finish_ended(chosen)
+
+    def _make_room(self, slots: int, length: int, need: int, live: int) -> None:
+        """Let the cache follow the longest request; in deterministic mode it never changes."""
+        if self._fixed_length is None:
+            longest = int(self.rows.column("position").max()) + 1 if live else 0
+            self.cache.ensure(slots, max(length, longest), need, live)
 
     def _hold_back_stops(self, logits: torch.Tensor) -> None:
         """Rows below ``min_new_tokens`` cannot choose a token that ends the response."""

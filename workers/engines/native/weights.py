@@ -181,4 +181,4 @@ class WeightStore:
 def tensor_checksum(tensor: torch.Tensor) -> str:
     """xxh3_64 of a tensor's bytes in row-major order, 16 hex digits."""
     data = tensor.contiguous().view(-1).view(torch.uint8).numpy()
-    return xxhash.xxh3_64_hexdigest(data)
+    return xxhash.xxh3_64_hexdigest(memoryview(data))
