@@ -1,0 +1,160 @@
+"""What an actor is made for, what it says about itself, and the environment that it lives in."""
+
+import os
+import socket
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+
+from configs.run import RunSpec
+from models.base import Frozen
+from models.errors import ConfigurationError
+from models.ids import RunRef
+from models.ports import ActorStatus
+from workers.source_digest import package_folders, source_digest
+
+
+class ActorOrder(Frozen):
+    """One actor of a run. The actor reads the run file from ``run.root`` itself."""
+
+    run: RunRef
+    role: str
+    """``trainer``, ``engine``, ``producer`` or ``preparation``."""
+    rank: int = 0
+    incarnation: int = 0
+    scratch: str
+    """A folder of this host for logs, ready files and caches of the run; removed at the end."""
+
+    @property
+    def name(self) -> str:
+        """Name of the actor within the run's namespace."""
+        return actor_name(self.role, self.rank)
+
+
+class ActorFacts(Frozen):
+    """What a live actor answers about itself."""
+
+    order: ActorOrder
+    actor_pid: int
+    status: ActorStatus
+    serving: bool = False
+    """Started completely and still fit to go on."""
+    next_update: int | None = None
+    """Trainer only: index of the update that it would apply next."""
+    last_batch_sha256: str | None = None
+    """Trainer only: digest of the collection that it trained last."""
+
+
+def actor_name(role: str, rank: int) -> str:
+    """``trainer``, ``producer``, ``preparation``, ``engine-0``, ``engine-1`` ..."""
+    return f"engine-{rank}" if role == "engine" else role
+
+
+def parse_actor_name(name: str) -> tuple[str, int] | None:
+    """Role and rank of an actor's name; None for a name that no fleet gives."""
+    if name in ("trainer", "producer"):
+        return (name, 0)
+    role, _, rank = name.rpartition("-")
+    return ("engine", int(rank)) if role == "engine" and rank.isdecimal() else None
+
+
+def describe(
+    order: ActorOrder,
+    *,
+    pid: int | None = None,
+    url: str | None = None,
+    policy_version: int | None = None,
+    serving: bool = False,
+    next_update: int | None = None,
+    last_batch_sha256: str | None = None,
+) -> ActorFacts:
+    """Facts of the calling actor; ``pid`` is the working process when it is not this one."""
+    shown = pid or os.getpid()
+    status = ActorStatus(
+        role=order.role,
+        rank=order.rank,
+        pid=shown,
+        host=socket.gethostname(),
+        incarnation=order.incarnation,
+        url=url,
+        policy_version=policy_version,
+        resident_bytes=_resident_bytes(shown),
+        code_digest=source_digest(),
+    )
+    return ActorFacts(
+        order=order,
+        actor_pid=os.getpid(),
+        status=status,
+        serving=serving,
+        next_update=next_update,
+        last_batch_sha256=last_batch_sha256,
+    )
+
+
+def enter(order: ActorOrder, spec: RunSpec, threads: int) -> None:
+    """Set this process's environment; must come before torch or transformers are imported.
+
+    Raises:
+        ConfigurationError: torch is imported already, so thread settings would have no effect.
+    """
+    if "torch" in sys.modules:
+        raise ConfigurationError(f"{order.name}: torch was imported before its environment was set")
+    os.environ.update(environment(order, spec, threads))
+
+
+def environment(order: ActorOrder, spec: RunSpec, threads: int) -> dict[str, str]:
+    """Variables of a role: thread settings, private caches, then the run file's ``launch.env``."""
+    scratch = Path(order.scratch)
+    scratch.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return {
+        # Spinning OpenMP threads on busy cores are many times slower than sleeping ones.
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        # Processes that share a cache of generated model code race each other.
+        "HF_MODULES_CACHE": tempfile.mkdtemp(prefix=f"hf-{order.name}-", dir=scratch),
+        **spec.launch.env,
+    }
+
+
+def require_same_code(facts: ActorFacts, digest: str) -> None:
+    """Refuse a new actor that runs other code than the process that made it."""
+    if facts.status.code_digest != digest:
+        folders = ", ".join(sorted({str(folder.parent) for folder in package_folders().values()}))
+        raise ConfigurationError(
+            f"{facts.order.name} of {facts.order.run.run_id} runs code "
+            f"{facts.status.code_digest}, this worker runs {digest} (from {folders}); install the "
+            "same version on the worker and on every Ray node, then restart the worker"
+        )
+
+
+def trainer_threads(spec: RunSpec, cores: int) -> int:
+    """Torch threads of the trainer: as asked, else all cores, or half when sampling overlaps."""
+    return spec.trainer.num_threads or (max(1, cores // 2) if spec.overlaps else cores)
+
+
+def engine_threads(spec: RunSpec, cores: int) -> int:
+    """Torch threads of one engine: as asked, else its share of all cores, or of half of them."""
+    share = cores // 2 if spec.overlaps else cores
+    return spec.inference.num_threads or max(1, share // spec.inference.num_engines)
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def inherited(variables: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment with ``variables`` on top, for a child process."""
+    return os.environ | dict(variables)
+
+
+def _resident_bytes(pid: int) -> int | None:
+    try:
+        return int(psutil.Process(pid).memory_info().rss)
+    except psutil.Error:
+        return None

@@ -1,0 +1,65 @@
+"""The preparation actor: makes model and data of a run in a process of its own, then ends.
+
+Making a model needs torch and may need gigabytes; neither must stay behind in a worker.
+"""
+
+from activities.site import spec_of, store_of
+from activities.storage import layout
+from activities.storage.store import Store
+from models.base import Carried
+from workers.actors.order import ActorOrder, enter, num_cores
+
+REPORT = "prepared/report.json"
+"""Written last: what ``prepared/`` holds and for which run file it was made."""
+
+
+class PreparedRun(Carried):
+    """Facts of the prepared model and data that actors need without loading either."""
+
+    spec_sha256: str
+    num_parameters: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    train_prompts: int
+    eval_prompts: int
+
+
+def find_prepared(store: Store, spec_sha256: str) -> PreparedRun | None:
+    """The report of a preparation for exactly this run file; None when it must be made."""
+    needed = (REPORT, layout.MANIFEST_JSON, f"{layout.PREPARED_MODEL}/config.json")
+    if not all(store.exists(path) for path in needed):
+        return None
+    report = PreparedRun.model_validate(store.read_json(REPORT))
+    return report if report.spec_sha256 == spec_sha256 else None
+
+
+class PreparationActor:
+    """Sync actor with one call."""
+
+    def __init__(self, order: ActorOrder) -> None:
+        self._order = order
+        self._spec = spec_of(order.run)
+        enter(order, self._spec, num_cores())
+
+    def prepare(self) -> PreparedRun:
+        """Make model and data, or find them made; what exists is checked against the run file.
+
+        Raises:
+            ConfigurationError: source or data are unusable, or made from something else.
+        """
+        from workers.sources.model import prepare_model
+        from workers.sources.prompts import prepare_data
+
+        store = store_of(self._order.run)
+        model = prepare_model(self._spec, store)
+        data = prepare_data(self._spec, store, model.path)
+        report = PreparedRun(
+            spec_sha256=self._order.run.spec_sha256,
+            num_parameters=model.num_parameters,
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+            train_prompts=data.train_prompts,
+            eval_prompts=data.eval_prompts,
+        )
+        store.write_json(REPORT, report.model_dump(mode="json"))
+        return report

@@ -1,0 +1,139 @@
+"""The trainer actor: a thin Ray shell around ``workers.trainers.guarded.GuardedTrainer``.
+
+Two concurrency groups: ``work`` has one thread, so mutating calls never overlap and torch always
+computes in the same thread; ``peek`` answers during one.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from activities.site import spec_of, store_of
+from activities.storage import layout
+from models.checkpoint import CheckpointFile, PolicyClock
+from models.errors import ContractViolation, StaleFence, TrainerLost
+from models.evaluation import ExportReport
+from models.ids import FenceToken
+from models.ports import StageProgress
+from models.publication import WeightsRef
+from models.rollout import RolloutCollection
+from models.update import UpdateReport
+from workers.actors.order import ActorFacts, ActorOrder, describe, enter, num_cores, trainer_threads
+
+if TYPE_CHECKING:
+    from workers.trainers.guarded import GuardedTrainer
+    from workers.trainers.local import LocalTrainer
+
+CONCURRENCY_GROUPS = {"work": 1, "peek": 2}
+
+
+class TrainerActor:
+    """Sync actor. Nothing heavy happens before ``start``."""
+
+    def __init__(self, order: ActorOrder) -> None:
+        self._order = order
+        self._spec = spec_of(order.run)
+        enter(order, self._spec, trainer_threads(self._spec, num_cores()))
+        self._trainer: LocalTrainer | None = None
+        self._guarded: GuardedTrainer | None = None
+        self._broken = False
+
+    @ray.method(concurrency_group="work")
+    def start(self, token: FenceToken, folder: str | None, clock: PolicyClock | None) -> ActorFacts:
+        """Load the prepared model, or the checkpoint in ``folder`` (relative) at ``clock``."""
+        from workers.trainers.guarded import GuardedTrainer
+        from workers.trainers.local import LocalTrainer
+
+        store = store_of(self._order.run)
+        trainer = LocalTrainer(self._spec, store.local_path(layout.PREPARED_MODEL))
+        guarded = GuardedTrainer(trainer, store)
+        if folder is not None and clock is not None:
+            guarded.restore(token, folder, clock)
+        guarded.revoke(token.epoch - 1)
+        self._trainer, self._guarded = trainer, guarded
+        return self.facts()
+
+    @ray.method(concurrency_group="work")
+    def optimize(
+        self, token: FenceToken, update: int, collection: RolloutCollection
+    ) -> UpdateReport:
+        """See ``TrainerPort.optimize``."""
+        settled = False
+        try:
+            report = self._ready().optimize(token, update, collection)
+            settled = True
+            return report
+        except (StaleFence, ContractViolation):
+            settled = True
+            raise
+        finally:
+            # Otherwise the weights may lie between two optimizer steps: no rebuild may keep them.
+            self._broken |= not settled
+
+    @ray.method(concurrency_group="work")
+    def export_weights(self, token: FenceToken, version: int) -> WeightsRef:
+        """See ``TrainerPort.export_weights``."""
+        return self._ready().export_weights(token, version)
+
+    @ray.method(concurrency_group="work")
+    def save(self, token: FenceToken, folder: str) -> tuple[CheckpointFile, ...]:
+        """See ``TrainerPort.save``."""
+        return self._ready().save(token, folder)
+
+    @ray.method(concurrency_group="work")
+    def export(self, token: FenceToken, uri: str) -> ExportReport:
+        """See ``TrainerPort.export``."""
+        return self._ready().export(token, uri)
+
+    @ray.method(concurrency_group="work")
+    def close(self) -> None:
+        """Remove exported weights, after the running call."""
+        if self._guarded is not None:
+            self._guarded.close()
+
+    @ray.method(concurrency_group="work")
+    def settled(self) -> ActorFacts:
+        """``facts`` after every call that was made before this one."""
+        return self.facts()
+
+    @ray.method(concurrency_group="peek")
+    def exported(self) -> WeightsRef | None:
+        """See ``TrainerPort.exported``."""
+        return self._ready().exported()
+
+    @ray.method(concurrency_group="peek")
+    def progress(self) -> StageProgress:
+        """See ``TrainerPort.progress``."""
+        if self._guarded is None:
+            return StageProgress(stage="load model")
+        return self._guarded.progress()
+
+    @ray.method(concurrency_group="peek")
+    def revoke(self, epoch: int) -> None:
+        """Refuse every token of ``epoch`` and below, also while a call runs."""
+        self._ready().revoke(epoch)
+
+    @ray.method(concurrency_group="peek")
+    def facts(self) -> ActorFacts:
+        """Who this is and where it stands."""
+        trainer = self._trainer
+        if trainer is None:
+            return describe(self._order)
+        last = trainer.last_report
+        return describe(
+            self._order,
+            serving=not self._broken,
+            next_update=trainer.next_update,
+            last_batch_sha256=last.batch_sha256 if last else None,
+            policy_version=trainer.policy_version,
+        )
+
+    def _ready(self) -> "GuardedTrainer":
+        if self._guarded is None:
+            raise TrainerLost(f"the trainer of {self._order.run.run_id} has not finished starting")
+        return self._guarded
+
+
+def options() -> dict[str, Any]:
+    """Ray options that belong to the class rather than to a run."""
+    return {"concurrency_groups": CONCURRENCY_GROUPS}

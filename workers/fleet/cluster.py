@@ -1,0 +1,191 @@
+"""One Ray cluster, joined by address: find, create and kill named actors. Nothing else does.
+
+Every call of Ray that blocks runs in a thread under a deadline, and Ray is imported at the first
+join: a process that never needs it stays light.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from models.errors import ServiceUnreachable
+
+T = TypeVar("T")
+
+DRIVER_NAMESPACE = "perdure"
+"""Namespace of this process itself; each run's actors live in the namespace of its id."""
+
+PROBE_TIMEOUT_S = 5.0
+"""For a TCP connection: a join of an address where nobody listens would block for a minute."""
+JOIN_TIMEOUT_S = 60.0
+CONTROL_TIMEOUT_S = 30.0
+"""For one call of Ray's control service; it answers in milliseconds when it lives."""
+NAME_POLL_S = 0.02
+
+
+class RayCluster:
+    """A driver's view of the cluster at ``address`` (``host:port``; None: ``RAY_ADDRESS``)."""
+
+    def __init__(self, address: str | None = None) -> None:
+        self._address = address or os.environ.get("RAY_ADDRESS", "")
+        self._joining: asyncio.Future[None] | None = None
+
+    async def join(self) -> None:
+        """Connect once; later calls return at once.
+
+        Raises:
+            ServiceUnreachable: no address is known, nobody listens there, or Ray does not answer.
+        """
+        if self._joining is None:
+            await self._probe()
+            self._joining = asyncio.ensure_future(asyncio.to_thread(self._connect))
+        joining = self._joining
+        try:
+            async with asyncio.timeout(JOIN_TIMEOUT_S):
+                await asyncio.shield(joining)
+        except TimeoutError as error:
+            raise ServiceUnreachable(
+                f"Ray at {self._address} did not answer within {JOIN_TIMEOUT_S:g} s"
+            ) from error
+        except (OSError, RuntimeError, ValueError) as error:
+            self._joining = None
+            raise ServiceUnreachable(f"cannot join Ray at {self._address}: {error}") from error
+
+    async def find(self, namespace: str, name: str) -> Any | None:
+        """Handle of a named actor; None when there is none."""
+
+        def look() -> Any | None:
+            import ray
+
+            try:
+                return ray.get_actor(name, namespace=namespace)
+            except ValueError:
+                return None
+
+        return await self.control(look, f"look for actor {name}")
+
+    async def create(
+        self, actor_class: type, namespace: str, name: str, options: dict[str, Any], *args: Any
+    ) -> Any:
+        """Create a detached named actor that Ray never restarts; waits for a name still in use.
+
+        The actor may be placed and started later: its first call tells.
+        """
+        await self._until_free(namespace, name)
+
+        def make() -> Any:
+            import ray
+
+            return (
+                ray.remote(actor_class)
+                .options(
+                    name=name,
+                    namespace=namespace,
+                    lifetime="detached",
+                    max_restarts=0,
+                    max_task_retries=0,
+                    **options,
+                )
+                .remote(*args)
+            )
+
+        return await self.control(make, f"create actor {name}")
+
+    async def create_bound(self, actor_class: type, options: dict[str, Any], *args: Any) -> Any:
+        """Create an actor without a name that ends with this process."""
+
+        def make() -> Any:
+            import ray
+
+            return ray.remote(actor_class).options(max_restarts=0, **options).remote(*args)
+
+        return await self.control(make, f"create {actor_class.__name__}")
+
+    async def kill(self, handle: Any) -> None:
+        """End an actor's process at once. Nothing happens when it is dead."""
+
+        def end() -> None:
+            import ray
+
+            with contextlib.suppress(ValueError, ray.exceptions.RayError):
+                ray.kill(handle, no_restart=True)
+
+        await self.control(end, "kill an actor")
+
+    async def kill_named(self, namespace: str, name: str) -> None:
+        """Kill the actor of that name, if any, and wait until the name is free."""
+        handle = await self.find(namespace, name)
+        if handle is not None:
+            await self.kill(handle)
+            await self._until_free(namespace, name)
+
+    async def named_actors(self) -> list[tuple[str, str]]:
+        """(namespace, name) of every named actor of the cluster."""
+
+        def look() -> list[tuple[str, str]]:
+            from ray.util import list_named_actors
+
+            rows = list_named_actors(all_namespaces=True)
+            return [(row["namespace"], row["name"]) for row in rows]
+
+        return await self.control(look, "list actors")
+
+    async def control(
+        self, call: Callable[[], T], what: str, timeout_s: float = CONTROL_TIMEOUT_S
+    ) -> T:
+        """Run a blocking call of Ray in a thread; joins first.
+
+        Raises:
+            ServiceUnreachable: no answer within ``timeout_s`` seconds, or the connection is gone.
+        """
+        await self.join()
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await asyncio.to_thread(call)
+        except (TimeoutError, ConnectionError) as error:
+            raise ServiceUnreachable(
+                f"Ray at {self._address} did not {what} within {timeout_s:g} s: {error}"
+            ) from error
+
+    async def _until_free(self, namespace: str, name: str) -> None:
+        """Wait until no live actor holds the name: a killed one does for a moment."""
+        try:
+            async with asyncio.timeout(CONTROL_TIMEOUT_S):
+                while await self.find(namespace, name) is not None:  # noqa: ASYNC110  Ray's event
+                    await asyncio.sleep(NAME_POLL_S)
+        except TimeoutError as error:
+            raise ServiceUnreachable(
+                f"actor {name} of {namespace} still holds its name after {CONTROL_TIMEOUT_S:g} s"
+            ) from error
+
+    async def _probe(self) -> None:
+        host, _, port = self._address.rpartition(":")
+        if not host or not port.isdecimal():
+            raise ServiceUnreachable(
+                f"RAY_ADDRESS is {self._address!r}; set it to host:port of a Ray cluster, or use "
+                "the embedded stack (perdure up)"
+            )
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                _, writer = await asyncio.open_connection(host, int(port))
+        except (OSError, TimeoutError) as error:
+            raise ServiceUnreachable(
+                f"no Ray cluster answers at {self._address}: {error or 'timed out'}"
+            ) from error
+        writer.close()
+
+    def _connect(self) -> None:
+        import ray
+
+        # Ray warns that it sets no SIGTERM handler from a thread; the worker has its own.
+        logging.getLogger("ray").setLevel(logging.ERROR)
+        if not ray.is_initialized():
+            ray.init(
+                address=self._address,
+                namespace=DRIVER_NAMESPACE,
+                log_to_driver=False,
+                configure_logging=False,
+            )

@@ -1,0 +1,131 @@
+"""``RayFleet``: the GPU plane as activities see it. One in each GPU worker process."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from typing import NamedTuple
+
+import structlog
+
+from activities.storage.lease import require_epoch
+from activities.wire.client import EngineClient
+from models.ids import FenceToken, RunRef
+from models.ports import ActorStatus, EngineHandle
+from models.run import PrepareReport, PrepareRequest
+from workers.fleet import ending
+from workers.fleet.cluster import RayCluster
+from workers.fleet.engines import Engines
+from workers.fleet.preparing import prepare
+from workers.fleet.remote_ports import RemoteProducer, RemoteTrainer
+from workers.fleet.run_fleet import RunFleet
+
+_log = structlog.get_logger(__name__)
+
+
+class _Run(NamedTuple):
+    fleet: RunFleet
+    engines: Engines
+
+
+class RayFleet:
+    """Implements ``models.ports.FleetPort`` with Ray. Holds caches only.
+
+    A run's actors are detached and named in the namespace of its id, so another worker, or this
+    one after a restart, finds them again. Belongs to one event loop and never blocks it.
+    """
+
+    def __init__(
+        self,
+        address: str | None = None,
+        connect: Callable[[str], EngineClient] = EngineClient,
+    ) -> None:
+        """``address``: host:port, default ``RAY_ADDRESS``; ``connect`` makes engine clients."""
+        self._cluster = RayCluster(address)
+        self._connect = connect
+        self._runs: dict[RunRef, _Run] = {}
+
+    async def join(self) -> None:
+        """Connect to the cluster now, not at the first call; raises ``ServiceUnreachable``."""
+        await self._cluster.join()
+
+    async def prepare(self, token: FenceToken, request: PrepareRequest) -> PrepareReport:
+        """See ``FleetPort.prepare``."""
+        run = self._run(request.run)
+        async with run.fleet.lock:
+            return await prepare(run.fleet, run.engines, token, request)
+
+    def trainer(self, run: RunRef) -> RemoteTrainer:
+        """See ``FleetPort.trainer``."""
+        return RemoteTrainer(self._run(run).fleet.actor("trainer"))
+
+    def producer(self, run: RunRef) -> RemoteProducer:
+        """See ``FleetPort.producer``."""
+        return RemoteProducer(self._run(run).fleet.actor("producer"))
+
+    async def engines(self, run: RunRef) -> tuple[EngineHandle, ...]:
+        """See ``FleetPort.engines``."""
+        return await self._run(run).engines.live()
+
+    async def heal_engines(self, token: FenceToken, run: RunRef) -> tuple[EngineHandle, ...]:
+        """See ``FleetPort.heal_engines``.
+
+        Raises:
+            StaleFence: the token's epoch does not own the run's root any more.
+            EngineLost: a replacement did not start.
+        """
+        fleet, engines = self._run(run)
+        async with fleet.lock:
+            await asyncio.to_thread(require_epoch, fleet.store, token.epoch)
+            fresh = await engines.ensure()
+            weights = await self.trainer(run).exported()
+            if weights is None:
+                return fresh
+            return await engines.stale(weights)
+
+    def engine_deaths(self, run: RunRef) -> AbstractAsyncContextManager[AsyncIterator[str]]:
+        """See ``FleetPort.engine_deaths``."""
+        return self._run(run).engines.deaths()
+
+    async def revoke(self, run: RunRef, epoch: int) -> None:
+        """See ``FleetPort.revoke``."""
+        await ending.revoke(self._run(run).fleet, epoch)
+
+    async def teardown(self, run: RunRef) -> None:
+        """See ``FleetPort.teardown``."""
+        found = self._run(run)
+        async with found.fleet.lock:
+            await ending.teardown(found.fleet, found.engines)
+        self._runs.pop(run, None)
+
+    async def status(self, run: RunRef) -> tuple[ActorStatus, ...]:
+        """See ``FleetPort.status``: live facts where an actor answers, else its last ones."""
+        fleet = self._run(run).fleet
+        rows = await fleet.rows()
+        found = await asyncio.gather(*(fleet.facts(row.role, row.rank) for row in rows))
+        return tuple(
+            row.model_copy(update={"alive": False})
+            if facts is None
+            else facts.status.model_copy(update={"alive": facts.serving})
+            for row, facts in zip(rows, found, strict=True)
+        )
+
+    async def reap(self, is_open: ending.IsOpen) -> tuple[str, ...]:
+        """Tear down the fleet of every run that ``is_open`` (run id) denies; return their ids."""
+        reaped = []
+        for run_id in sorted(await ending.runs_with_actors(self._cluster)):
+            if await is_open(run_id):
+                continue
+            _log.info("reaping the fleet of an ended run", run=run_id)
+            run = await ending.find_run(self._cluster, run_id)
+            if run is None:
+                await ending.kill_namespace(self._cluster, run_id)
+            else:
+                await self.teardown(run)
+            reaped.append(run_id)
+        return tuple(reaped)
+
+    def _run(self, run: RunRef) -> _Run:
+        if run not in self._runs:
+            fleet = RunFleet(self._cluster, run)
+            self._runs[run] = _Run(fleet, Engines(fleet, self._connect))
+        return self._runs[run]

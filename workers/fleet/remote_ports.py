@@ -1,0 +1,92 @@
+"""Trainer and producer of a run as the ports that activities use."""
+
+from models.checkpoint import CheckpointFile
+from models.evaluation import EvaluateRequest, EvaluationReport, ExportReport
+from models.ids import FenceToken
+from models.ports import StageProgress
+from models.prompt import DataState
+from models.publication import WeightsRef
+from models.rollout import CollectRequest, RolloutCollection
+from models.update import UpdateReport
+from workers.fleet.calls import RemoteActor
+
+
+class RemoteTrainer:
+    """``TrainerPort``. A cancelled caller leaves the trainer's work running.
+
+    It must not stop half way; the next attempt joins it.
+    """
+
+    def __init__(self, actor: RemoteActor) -> None:
+        self._actor = actor
+
+    async def optimize(
+        self, token: FenceToken, update: int, collection: RolloutCollection
+    ) -> UpdateReport:
+        """See ``TrainerPort``."""
+        report: UpdateReport = await self._actor.call(
+            "optimize", token, update, collection, timeout_s=None
+        )
+        return report
+
+    async def export_weights(self, token: FenceToken, version: int) -> WeightsRef:
+        """See ``TrainerPort``."""
+        ref: WeightsRef = await self._actor.call("export_weights", token, version, timeout_s=None)
+        return ref
+
+    async def exported(self) -> WeightsRef | None:
+        """See ``TrainerPort``."""
+        ref: WeightsRef | None = await self._actor.call("exported")
+        return ref
+
+    async def save(self, token: FenceToken, folder: str) -> tuple[CheckpointFile, ...]:
+        """See ``TrainerPort``."""
+        files: tuple[CheckpointFile, ...] = await self._actor.call(
+            "save", token, folder, timeout_s=None
+        )
+        return files
+
+    async def export(self, token: FenceToken, uri: str) -> ExportReport:
+        """See ``TrainerPort``."""
+        report: ExportReport = await self._actor.call("export", token, uri, timeout_s=None)
+        return report
+
+    async def progress(self) -> StageProgress:
+        """See ``TrainerPort``."""
+        progress: StageProgress = await self._actor.call("progress")
+        return progress
+
+
+class RemoteProducer:
+    """``ProducerPort``. A cancelled caller cancels its call inside the producer."""
+
+    def __init__(self, actor: RemoteActor) -> None:
+        self._actor = actor
+
+    async def collect(self, token: FenceToken, request: CollectRequest) -> RolloutCollection:
+        """See ``ProducerPort``."""
+        collection: RolloutCollection = await self._actor.call(
+            "collect", token, request, timeout_s=None, cancel=True
+        )
+        return collection
+
+    async def evaluate(self, token: FenceToken, request: EvaluateRequest) -> EvaluationReport:
+        """See ``ProducerPort``."""
+        report: EvaluationReport = await self._actor.call(
+            "evaluate", token, request, timeout_s=None, cancel=True
+        )
+        return report
+
+    async def data_state(self, consumed_through: int) -> DataState:
+        """See ``ProducerPort``."""
+        state: DataState = await self._actor.call("data_state", consumed_through)
+        return state
+
+    async def set_engines(self, token: FenceToken, urls: tuple[str, ...]) -> None:
+        """See ``ProducerPort``."""
+        await self._actor.call("set_engines", token, urls)
+
+    async def progress(self) -> StageProgress:
+        """See ``ProducerPort``."""
+        progress: StageProgress = await self._actor.call("progress")
+        return progress

@@ -1,0 +1,116 @@
+"""What this process knows of one run's fleet: caches only, all of it can be found again."""
+
+import asyncio
+from typing import Any
+
+from activities.multiplier import infra_timeout_multiplier
+from activities.site import spec_of, store_of
+from activities.storage.store import Store
+from configs.run import RunSpec
+from models.errors import ActorLost, EngineLost, ProducerLost, ServiceUnreachable, TrainerLost
+from models.ids import RunRef
+from models.ports import ActorStatus
+from workers.actors.order import ActorFacts, ActorOrder, actor_name, require_same_code
+from workers.fleet.calls import QUICK_TIMEOUT_S, RemoteActor
+from workers.fleet.cluster import RayCluster
+from workers.fleet.folders import scratch_folder
+from workers.fleet.record import FleetRecord
+from workers.source_digest import source_digest
+
+LOST: dict[str, type[ActorLost]] = {
+    "trainer": TrainerLost,
+    "producer": ProducerLost,
+    "engine": EngineLost,
+}
+
+
+class RunFleet:
+    """Actors, record and lock of one run. Whoever makes or ends actors holds ``lock``."""
+
+    def __init__(self, cluster: RayCluster, run: RunRef) -> None:
+        self.cluster = cluster
+        self.run = run
+        self.store: Store = store_of(run)
+        self.record = FleetRecord(self.store)
+        self.lock = asyncio.Lock()
+        self._actors: dict[str, RemoteActor] = {}
+        self._record_lock = asyncio.Lock()
+
+    async def spec(self) -> RunSpec:
+        """The resolved run file, checked against the run's digest."""
+        return await asyncio.to_thread(spec_of, self.run)
+
+    async def startup_timeout_s(self) -> float:
+        """Deadline for placing and starting one component, in seconds."""
+        spec = await self.spec()
+        return spec.launch.startup_timeout_s * infra_timeout_multiplier()
+
+    def actor(self, role: str, rank: int = 0) -> RemoteActor:
+        """The actor of (role, rank), whether it lives or not."""
+        name = actor_name(role, rank)
+        if name not in self._actors:
+            self._actors[name] = RemoteActor(self.cluster, self.run.run_id, name, LOST[role])
+        return self._actors[name]
+
+    async def facts(self, role: str, rank: int = 0) -> ActorFacts | None:
+        """What a live actor says about itself; None when it is dead or does not answer."""
+        try:
+            facts: ActorFacts = await self.actor(role, rank).call("facts")
+        except (ActorLost, ServiceUnreachable):
+            return None
+        return facts
+
+    def belongs(self, facts: ActorFacts) -> bool:
+        """Whether an actor was made for this run, this run file and this code, and is fit."""
+        return (
+            facts.serving
+            and facts.order.run == self.run
+            and facts.status.code_digest == source_digest()
+        )
+
+    async def create(
+        self, role: str, rank: int, actor_class: type, options: dict[str, Any]
+    ) -> RemoteActor:
+        """Replace the actor of (role, rank) by a new one, counted as its next incarnation.
+
+        Raises:
+            ConfigurationError: the new actor runs other code than this process.
+            ServiceUnreachable: Ray did not start it in time.
+        """
+        name = actor_name(role, rank)
+        await self.cluster.kill_named(self.run.run_id, name)
+        order = ActorOrder(
+            run=self.run,
+            role=role,
+            rank=rank,
+            incarnation=await self._next_incarnation(role, rank),
+            scratch=str(scratch_folder(self.run.root)),
+        )
+        handle = await self.cluster.create(actor_class, self.run.run_id, name, options, order)
+        actor = self.actor(role, rank)
+        actor.adopt(handle)
+        facts: ActorFacts = await actor.call("facts", timeout_s=await self.startup_timeout_s())
+        require_same_code(facts, source_digest())
+        await self.remember(facts.status)
+        return actor
+
+    async def remember(self, *statuses: ActorStatus) -> None:
+        """Write the newest statuses to the run's record."""
+        async with self._record_lock:
+            await asyncio.to_thread(self.record.write, *statuses)
+
+    async def rows(self) -> tuple[ActorStatus, ...]:
+        """The record as it is on storage now."""
+        async with self._record_lock:
+            self.record.refresh()
+            return await asyncio.to_thread(self.record.rows)
+
+    async def _next_incarnation(self, role: str, rank: int) -> int:
+        async with self._record_lock:
+            self.record.refresh()
+            return await asyncio.to_thread(self.record.next_incarnation, role, rank)
+
+
+def quick_timeout_s() -> float:
+    """Deadline of calls that an actor answers from memory, on this cluster."""
+    return QUICK_TIMEOUT_S * infra_timeout_multiplier()
