@@ -27,11 +27,9 @@ from activities.wire.contract import (
     UpdateWeightsFromDisk,
 )
 from activities.wire.faults import LOGGED_BODY_CHARS, TIMEOUT, classify_error
+from activities.wire.lanes import LaneTransport
 from models.errors import ContractViolation, GenerationFault, ServiceUnreachable
 from models.sample import FinishReason
-
-KEEPALIVE_EXPIRY_S = 5.0
-"""An idle connection is not reused after this; servers keep theirs open for longer."""
 
 REQUEST_ID_HEADER = "x-perdure-request-id"
 
@@ -56,14 +54,9 @@ class EngineClient:
         self._context_length = context_length
         self._http = httpx.AsyncClient(
             base_url=self.url,
-            transport=transport,
+            transport=transport or LaneTransport(),
             timeout=None,  # every call brings its own deadline
             trust_env=False,  # a proxy from the environment must not see engine traffic
-            limits=httpx.Limits(
-                max_connections=None,  # the producer's admission gate is the limit
-                max_keepalive_connections=None,
-                keepalive_expiry=KEEPALIVE_EXPIRY_S,
-            ),
         )
 
     async def generate(self, request: GenerateRequest, *, timeout_s: float) -> GenerateResponse:
