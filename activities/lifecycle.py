@@ -53,7 +53,13 @@ async def claim(request: RunRequest, server: ServerFacts) -> ClaimResult:
         pid=os.getpid(),
         address=server.address,
     )
-    return await asyncio.to_thread(_claim, request, loaded, owner, server.search_attributes)
+    try:
+        return await asyncio.to_thread(_claim, request, loaded, owner, server.search_attributes)
+    except (PermissionError, NotADirectoryError, FileExistsError, IsADirectoryError) as error:
+        raise ConfigurationError(
+            f"output.root {loaded.spec.output.root!r} cannot be used: {error.strerror} "
+            f"({error.filename}); choose a folder that this worker may write to"
+        ) from error
 
 
 def _validated(request: RunRequest) -> Loaded:

@@ -9,8 +9,10 @@ with each activity; therefore the ``attempt`` of a token counts within a *place*
 ``update`` is the update being worked on, and for what follows an update the one that comes next.
 With k finished updates the calls under ``update = k`` come in this order::
 
-    prepare, collect(k) if sampled ahead, publish, checkpoint, evaluate, collect(k), optimize(k)
+    collect(k) if sampled ahead, publish, checkpoint, evaluate, collect(k), optimize(k)
     export, once nothing is left to train
+
+``prepare`` is the first call of its epoch and may rewind to any update, so it has ``update = 0``.
 
 The collection sampled ahead of its update meets the producer before the publication of the update
 in front of it does; a collection asked for in its turn meets it afterwards.
@@ -70,7 +72,7 @@ def token_of(request: Fenced, attempt: int) -> FenceToken:
 def _place(request: Fenced) -> tuple[int, Place]:
     match request:
         case PrepareRequest():
-            return request.next_update, Place.PREPARE
+            return 0, Place.PREPARE
         case CollectRequest():
             ahead = request.consumed_through < request.update - 1
             return request.update, Place.COLLECT_AHEAD if ahead else Place.COLLECT

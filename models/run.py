@@ -112,6 +112,9 @@ class RunProgress(Carried):
     recoveries: int = 0
     """Rebuilds of this run, all of them."""
     recoveries_in_a_row: int = 0
+    """Rebuilds since an update was finished that had never been finished before."""
+    furthest_update: int = 0
+    """The most updates that were ever finished; a rewind does not lower it."""
     updates_redone: int = 0
     chain_index: int = 0
     """How many times the run continued as new."""

@@ -314,12 +314,15 @@ class RunStages:
         now = workflow.now().timestamp()
         progress = self.progress
         reward = collection.reward_mean
+        is_new = report.update >= progress.furthest_update
         rate = collection.counts.response_tokens / max(collection.seconds, 1e-9)
         self.set(
             next_update=report.update + 1,
             policy_version=report.policy_version,
             consumed_through=report.update,
-            recoveries_in_a_row=0,
+            # Redone updates do not count: a loss that repeats at one update must end some time.
+            recoveries_in_a_row=0 if is_new else progress.recoveries_in_a_row,
+            furthest_update=max(progress.furthest_update, report.update + 1),
             lag=progress.policy_version - collection.min_version,
             reward_first=reward if progress.reward_first is None else progress.reward_first,
             reward_last=reward,

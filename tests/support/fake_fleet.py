@@ -161,13 +161,12 @@ class FakeTrainer:
 class FakeProducer:
     """Collections without samples; remembers the last ones like the real producer."""
 
-    def __init__(self, script: Script, store: Store) -> None:
-        self.script, self.store = script, store
+    def __init__(self, script: Script, store: Store, requests: list[CollectRequest]) -> None:
+        self.script, self.store, self.requests = script, store, requests
         self.guard = FenceGuard("producer")
         self.alive = True
         self.urls: tuple[str, ...] = ()
         self.version = -1
-        self.requests: list[CollectRequest] = []
 
     def _check(self, token: FenceToken | None = None) -> None:
         if not self.alive:
@@ -301,6 +300,7 @@ class FakeFleet:
         self._trainer: FakeTrainer | None = None
         self._producer: FakeProducer | None = None
         self.all_applied: list[int] = []
+        self.all_requests: list[CollectRequest] = []
 
     @property
     def log(self) -> list[str]:
@@ -333,7 +333,7 @@ class FakeFleet:
             self._trainer = trainer
             rebuilt.append("trainer")
         if not keep or self._producer is None or not self._producer.alive:
-            self._producer = FakeProducer(self.script, store)
+            self._producer = FakeProducer(self.script, store, self.all_requests)
             rebuilt.append("producer")
         while len(self.engine_list) < self.num_engines:
             rank = len(self.engine_list)

@@ -1,5 +1,6 @@
 """Runs of the real workflow and activities on the session's server, with the fleet faked."""
 
+import asyncio
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
@@ -8,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from temporalio.client import Client, WorkflowHandle
+from temporalio.client import Client, WorkflowFailureError, WorkflowHandle
+from temporalio.exceptions import ApplicationError
 
 from activities.catalog import ControlActivities, FleetActivities
+from activities.storage import layout
 from activities.storage.store import Store
 from configs.load import resolve_document
 from models.run import RunOutcome, RunProgress, RunRequest
@@ -69,6 +72,29 @@ class Stage:
         handle = await self.start(document)
         outcome: RunOutcome = await handle.result()
         return outcome
+
+    async def failure(self, handle: WorkflowHandle[Any, Any]) -> ApplicationError:
+        """The application error that the run ended with; anything else fails the test."""
+        async with asyncio.timeout(30):
+            with pytest.raises(WorkflowFailureError) as error:
+                await handle.result()
+        cause = error.value.cause
+        assert isinstance(cause, ApplicationError), repr(cause)
+        return cause
+
+    def rows(self, kind: str) -> list[dict[str, Any]]:
+        """The rows of one kind in ``metrics.jsonl``."""
+        return [row for row in self.store.read_jsonl(layout.METRICS).rows if row["kind"] == kind]
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait, with a deadline, until the fleet is as wished."""
+        async with asyncio.timeout(20):
+            while not condition():
+                await asyncio.sleep(0.01)
+
+    async def until_logged(self, call: str) -> None:
+        """Wait until the fleet has logged a call that starts so."""
+        await self.until(lambda: any(entry.startswith(call) for entry in self.fleet.log))
 
     async def progress(self) -> RunProgress:
         handle = self.client.get_workflow_handle(f"train/{self.name}")
