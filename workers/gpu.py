@@ -7,11 +7,18 @@ free to heartbeat.
 
 import asyncio
 import os
+from datetime import timedelta
+from functools import partial
+
+import structlog
+from temporalio.client import Client, WorkflowExecutionStatus
+from temporalio.service import RPCError, RPCStatusCode
 
 from activities.catalog import ControlActivities, FleetActivities
 from activities.site import Site, spec_of
 from activities.wire.client import EngineClient
-from models.ports import FleetPort, Tracker
+from models.errors import PerdureError
+from models.ports import Tracker
 from workers.fleet import RayFleet
 from workers.serving import build_worker, connect_patiently, run_process, serve
 from workers.tracking.fan_out import FanOut
@@ -22,14 +29,51 @@ FLEET_VARIABLE = "PERDURE_FLEET"
 """Name of the fleet that this worker serves: ``launch.fleet`` of the runs that come here."""
 
 TRACKER_CLOSE_S = 10.0
+REAP_INTERVAL_S = 60.0
+RPC_TIMEOUT = timedelta(seconds=10)
+
+_log = structlog.get_logger(__name__)
 
 
-async def run_gpu_worker(fleet: FleetPort, tracker: Tracker, fleet_name: str) -> None:
-    """Serve the queue of ``fleet_name`` until SIGTERM."""
+async def run_gpu_worker(fleet: RayFleet, tracker: Tracker, fleet_name: str) -> None:
+    """Serve the queue of ``fleet_name`` until SIGTERM.
+
+    Raises:
+        ServiceUnreachable: Temporal or Ray does not answer.
+    """
     client = await connect_patiently()
+    await fleet.join()
     site = Site(fleet=fleet, tracker=tracker, engine=EngineClient)
     activities = [*ControlActivities(site).all(), *FleetActivities(site).all()]
-    await serve(build_worker(client, fleet_queue(fleet_name), activities))
+    reaping = asyncio.create_task(_reap_forever(fleet, client))
+    try:
+        await serve(build_worker(client, fleet_queue(fleet_name), activities))
+    finally:
+        reaping.cancel()
+        await asyncio.gather(reaping, return_exceptions=True)
+
+
+async def _reap_forever(fleet: RayFleet, client: Client) -> None:
+    """Tear down fleets whose run ended without doing so: it was terminated, or timed out."""
+    while True:
+        try:
+            await fleet.reap(partial(_may_be_open, client))
+        except (PerdureError, RPCError) as error:
+            _log.warning("left-over fleets not looked for", reason=str(error))
+        await asyncio.sleep(REAP_INTERVAL_S)
+
+
+async def _may_be_open(client: Client, run_id: str) -> bool:
+    """Whether ``run_id`` runs. One that this server does not know may belong to another."""
+    handle = client.get_workflow_handle(run_id)
+    try:
+        described = await handle.describe(rpc_timeout=RPC_TIMEOUT)
+    except RPCError as error:
+        if error.status is RPCStatusCode.NOT_FOUND:
+            return True
+        raise
+    open_states = (WorkflowExecutionStatus.RUNNING, WorkflowExecutionStatus.CONTINUED_AS_NEW)
+    return described.status in open_states
 
 
 async def _run() -> None:
