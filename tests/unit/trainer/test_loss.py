@@ -88,7 +88,10 @@ def reference(samples, settings: LossSettings, aggregation: str):
                 else 1 / total_tokens
             )
             r = np.exp(np.clip(new - old, -20, 20))
-            plain, bounded = -r * a, -np.clip(r, 1 - settings.eps_clip, 1 + settings.eps_clip_high) * a
+            plain, bounded = (
+                -r * a,
+                -np.clip(r, 1 - settings.eps_clip, 1 + settings.eps_clip_high) * a,
+            )
             value, slope = (plain, -r * a) if plain >= bounded else (bounded, 0.0)
             if settings.eps_clip_c is not None and a < 0 and value > -settings.eps_clip_c * a:
                 value, slope = -settings.eps_clip_c * a, 0.0
