@@ -1,0 +1,209 @@
+"""Fence, idempotency, file placement; what runs at the same time."""
+
+import hashlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from activities.rollout.collection_file import write_collection
+from activities.storage.store import Store
+from models.checkpoint import PolicyClock
+from models.errors import ContractViolation, StaleFence
+from models.ids import FenceToken
+from models.prompt import PreparedPrompt, PromptMetadata
+from models.rollout import CollectionCounts, RolloutCollection
+from workers.trainers import guarded
+from workers.trainers.guarded import GuardedTrainer
+from workers.trainers.local import LocalTrainer
+from workers.trainers.weights import exports_base, remove_exports
+
+DEADLINE_S = 20
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = Store(tmp_path / "root")
+    yield store
+    remove_exports(store.root)
+
+
+@pytest.fixture
+def make_guarded(make_spec, model_dir, store):
+    def make(**sections) -> GuardedTrainer:
+        return GuardedTrainer(LocalTrainer(make_spec(**sections), model_dir), store)
+
+    return make
+
+
+@pytest.fixture
+def commit(store, make_groups):
+    """Write a collection and return its reference."""
+
+    def write(update: int, seed: int = 0) -> RolloutCollection:
+        uri = f"rollouts/{update}-{seed}.parquet"
+        sha256 = write_collection(store, uri, make_groups(seed))
+        counts = CollectionCounts(groups=2, samples=8, prompt_tokens=8, response_tokens=36)
+        return RolloutCollection(
+            update=update,
+            epoch=1,
+            uri=uri,
+            sha256=sha256,
+            counts=counts,
+            reward_mean=0.5,
+            min_version=0,
+            max_version=0,
+            seconds=1.0,
+        )
+
+    return write
+
+
+def token(update: int = 0, attempt: int = 1, epoch: int = 1) -> FenceToken:
+    return FenceToken(epoch=epoch, update=update, attempt=attempt)
+
+
+def test_a_repeated_update_returns_the_same_report(make_guarded, commit):
+    trainer = make_guarded()
+    report = trainer.optimize(token(), 0, commit(0))
+    assert trainer.optimize(token(attempt=2), 0, commit(0)) == report
+    assert (trainer.policy_version, trainer.next_update) == (1, 1)
+
+
+def test_another_collection_for_an_applied_update_is_refused(make_guarded, commit):
+    trainer = make_guarded()
+    first, other = commit(0, seed=0), commit(0, seed=1)
+    trainer.optimize(token(), 0, first)
+    with pytest.raises(ContractViolation) as raised:
+        trainer.optimize(token(attempt=2), 0, other)
+    assert first.sha256 in raised.value.message
+    assert other.sha256 in raised.value.message
+
+
+@pytest.mark.parametrize(("update", "collection"), [(1, 1), (0, 1)])
+def test_only_the_next_update_with_its_own_collection(make_guarded, commit, update, collection):
+    with pytest.raises(ContractViolation, match="next update is 0"):
+        make_guarded().optimize(token(), update, commit(collection))
+
+
+def test_older_tokens_and_revoked_epochs_are_refused(make_guarded, commit):
+    trainer = make_guarded()
+    trainer.optimize(token(attempt=2), 0, commit(0))
+    with pytest.raises(StaleFence):
+        trainer.optimize(token(attempt=1), 0, commit(0))
+    with pytest.raises(StaleFence):
+        trainer.export_weights(token(update=0, attempt=1), 1)
+    trainer.revoke(1)
+    for call in (
+        lambda: trainer.optimize(token(update=9), 1, commit(1)),
+        lambda: trainer.export_weights(token(update=9), 1),
+        lambda: trainer.save(token(update=9), "checkpoints/x"),
+        lambda: trainer.export(token(update=9), "hf"),
+        lambda: trainer.restore(
+            token(update=9),
+            "checkpoints/x",
+            PolicyClock(completed_steps=0, published_step=-1, next_rollout_id=0),
+        ),
+    ):
+        with pytest.raises(StaleFence, match="revoked"):
+            call()
+    assert trainer.export_weights(token(epoch=2), 1).version == 1
+
+
+def test_an_identical_call_waits_for_the_running_one(make_guarded, commit, monkeypatch):
+    trainer = make_guarded()
+    collection = commit(0)
+    entered, release = threading.Event(), threading.Event()
+    calls = []
+    read = guarded.read_collection
+
+    def slow_read(*args):
+        calls.append(1)
+        entered.set()
+        assert release.wait(DEADLINE_S)
+        return read(*args)
+
+    monkeypatch.setattr(guarded, "read_collection", slow_read)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(trainer.optimize, token(attempt=1), 0, collection)
+        assert entered.wait(DEADLINE_S)
+        second = pool.submit(trainer.optimize, token(attempt=2), 0, collection)
+        assert trainer.exported() is None  # answered while the update runs
+        assert trainer.progress().stage == "idle"
+        release.set()
+        reports = [call.result(DEADLINE_S) for call in (first, second)]
+    assert reports[0] == reports[1]
+    assert len(calls) == 1
+
+
+def test_exports_are_kept_two_deep_and_repeat_themselves(make_guarded, commit, store):
+    trainer = make_guarded()
+    refs = [trainer.export_weights(token(), 0)]
+    assert trainer.export_weights(token(), 0) == refs[0]
+    for update in range(2):
+        trainer.optimize(token(update), update, commit(update, seed=update))
+        refs.append(trainer.export_weights(token(update), update + 1))
+    assert trainer.exported() == refs[-1]
+    kept = sorted(path.name for path in exports_base(store.root).glob("trainer-*/*"))
+    assert kept == ["v0000001", "v0000002"]
+    trainer.close()
+    assert list(exports_base(store.root).glob("trainer-*/*")) == []
+
+
+def test_save_and_restore_through_the_store(make_guarded, commit, store):
+    trainer = make_guarded()
+    trainer.optimize(token(), 0, commit(0))
+    report = trainer.optimize(token(), 0, commit(0))
+    files = trainer.save(token(), "checkpoints/core/c0")
+    for file in files:
+        assert store.sha256(f"checkpoints/core/c0/{file.path}") == file.sha256
+    restored = make_guarded()
+    clock = PolicyClock(completed_steps=1, published_step=-1, next_rollout_id=1)
+    restored.restore(token(), "checkpoints/core/c0", clock)
+    assert (restored.policy_version, restored.next_update) == (1, 1)
+    # idempotency survives the restore
+    assert restored.optimize(token(attempt=5), 0, commit(0)) == report
+
+
+def test_a_remote_root_is_saved_and_restored_by_copies(make_spec, model_dir):
+    store = Store("memory://trainer-test")
+    trainer = GuardedTrainer(LocalTrainer(make_spec(), model_dir), store)
+    files = trainer.save(token(), "checkpoints/core/c0")
+    assert {f.path for f in files} == set(store.list("checkpoints/core/c0"))
+    assert all(store.sha256(f"checkpoints/core/c0/{f.path}") == f.sha256 for f in files)
+    clock = PolicyClock(completed_steps=0, published_step=-1, next_rollout_id=0)
+    trainer.restore(token(), "checkpoints/core/c0", clock)
+    assert trainer.next_update == 0
+
+
+def test_final_export_answers_the_first_held_out_question(make_guarded, store, monkeypatch):
+    prompt = PreparedPrompt(
+        input="abc=",
+        label="cba",
+        prompt_token_ids=(1, 40, 41),
+        metadata=PromptMetadata(
+            prepared_sample_id="t:eval:0",
+            source_dataset="t",
+            source_row=0,
+            query="reverse abc=",
+            verifiers=(),
+            run_prompt_tokens=3,
+            run_prompt_token_ids_sha256=hashlib.sha256(b"").hexdigest(),
+        ),
+    )
+    monkeypatch.setattr(guarded, "load_prompts", lambda _, split: [prompt])
+    trainer = make_guarded()
+    report = trainer.export(token(), "export-hf")
+    assert report.question == "reverse abc="
+    assert report.max_abs_logit_difference <= 1e-5
+    assert store.exists("export-hf/.complete")
+    assert trainer.export(token(attempt=2), "export-hf") == report
+
+
+def test_exports_of_dead_processes_are_removed(make_guarded, store):
+    dead = exports_base(store.root) / "trainer-999999999"
+    dead.mkdir(parents=True)
+    torch.save({}, dead / "left.pt")
+    make_guarded().export_weights(token(), 0)
+    assert not dead.exists()
