@@ -140,3 +140,12 @@ def test_the_live_display_survives_a_run_nobody_knows_about() -> None:
     with LiveReporter(console, "train/a", None) as reporter:
         reporter.show(None, "no control worker has answered for 7 s")
         reporter.show(progress(1))
+
+
+def test_an_error_is_shown_while_the_run_cleans_up() -> None:
+    failing = progress(1, state="failed", stage="revoke", error="gone", error_type="TrainerLost")
+    expected = "failed (revoke): TrainerLost: gone"
+    assert lines_of([(failing, ""), (failing, "")])[-1] == expected
+    stream = io.StringIO()
+    Console(file=stream, width=100).print(panel("train/a", failing, "", 0.0, None))
+    assert expected in stream.getvalue()

@@ -101,7 +101,9 @@ class PlainReporter:
         for update in range(self._updates, progress.next_update):
             self._line(update_line(progress, update))
         self._updates = max(self._updates, progress.next_update)
-        if _is_worth_a_line(progress):
+        if progress.error is not None:
+            self._once(error_line(progress))
+        elif _is_worth_a_line(progress):
             self._once(f"{progress.state.value}: {progress.stage}")
 
     def _once(self, text: str) -> None:
@@ -136,11 +138,18 @@ def panel(
         lines: list[RenderableType] = [Text.assemble((run_id, "bold"), "  ", "waiting")]
     else:
         lines = [_head(run_id, progress, elapsed_s), _bar(progress), _facts(progress)]
+    if progress is not None and progress.error is not None:
+        lines.append(Text(error_line(progress), style="red"))
     if ui:
         lines.append(Text(f"{ui}/namespaces/default/workflows/{run_id}", style="dim"))
     if note:
         lines.append(Text(note, style="yellow"))
     return Group(*lines)
+
+
+def error_line(progress: RunProgress) -> str:
+    """What a run is ending of, while it still cleans up."""
+    return f"{progress.state.value} ({progress.stage}): {progress.error_type}: {progress.error}"
 
 
 def eta_s(progress: RunProgress) -> float | None:

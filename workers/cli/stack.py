@@ -1,5 +1,6 @@
 """``up``, ``down``, ``worker control|gpu``: the embedded stack and worker processes."""
 
+import os
 from typing import Annotated
 
 import typer
@@ -43,8 +44,15 @@ def control() -> None:
 
 
 @worker_group.command("gpu")
-def gpu() -> None:
+def gpu(
+    fleet: Annotated[
+        str | None, typer.Option(help="launch.fleet of the runs that come here; default: local.")
+    ] = None,
+) -> None:
     """Serve the activities of one Ray cluster; needs Temporal and Ray."""
-    from workers.gpu import main
+    from workers.gpu import FLEET_VARIABLE, main
+
+    if fleet is not None:
+        os.environ[FLEET_VARIABLE] = fleet
 
     main()
