@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
 
 from models.errors import ConfigurationError
-from workers.trainers.tensor_file import write_tensors
+from workers.sources.tensor_file import write_tensors
 
 CONVERSION = "gguf-llama-bfloat16-1"
 """Part of the model's identity; raise the number when the output of this module changes."""

@@ -19,7 +19,7 @@ from configs.model import TinySpec
 from models.errors import ConfigurationError
 from workers.sources.characters import BOS_ID, EOS_ID, PAD_ID, character_tokenizer
 from workers.sources.tasks import Question
-from workers.trainers.tensor_file import write_tensors
+from workers.sources.tensor_file import write_tensors
 
 BATCH_SIZE = 64
 CHECK_SIZE = 256

@@ -18,7 +18,7 @@ from models.base import Carried
 from models.checkpoint import CheckpointFile, PolicyClock
 from models.errors import ContractViolation
 from models.update import UpdateReport
-from workers.trainers.tensor_file import write_tensors
+from workers.sources.tensor_file import write_tensors
 from workers.trainers.weights import MODEL_FILE, named_weights
 
 OPTIMIZER_FILE = "optimizer.safetensors"

@@ -15,7 +15,7 @@ from torch import Tensor
 from activities.wire.digest import weights_digest
 from models.publication import WeightsRef
 from workers.sources.folders import copy_companions, staged
-from workers.trainers.tensor_file import write_tensors
+from workers.sources.tensor_file import write_tensors
 
 MODEL_FILE = "model.safetensors"
 _SHARED_MEMORY = Path("/dev/shm")

@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from activities.wire.digest import weights_digest
 from models.errors import ContractViolation
+from workers.sources.tensor_file import write_tensors
 from workers.trainers.export import ExportProbe
 from workers.trainers.local import LocalTrainer
-from workers.trainers.tensor_file import write_tensors
 
 PROBE = ExportProbe(prompt_ids=(1, 20, 30, 40), question="what?", max_new_tokens=4)
 
