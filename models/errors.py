@@ -14,6 +14,7 @@ PerdureError
 ├── NonFiniteLoss             fatal      the loss or a gradient is NaN or infinite
 ├── ServingFailureSustained   fatal      half of the group attempts failed for five minutes
 ├── StorageFull               fatal      no space left under the output root
+├── RequestRefused            fatal      a run said no to pause, resume, checkpoint, stop or cancel
 ├── ServiceUnreachable        retryable  Temporal, Ray or an engine did not answer in time
 └── GenerationFault           retryable  one group attempt failed for a known serving reason
 
@@ -91,6 +92,10 @@ class ServingFailureSustained(PerdureError):
 
 class StorageFull(PerdureError):
     """A write failed because the device or quota is full."""
+
+
+class RequestRefused(PerdureError):
+    """A run refused what it was asked for, or does not run; the message is its reason."""
 
 
 class ServiceUnreachable(PerdureError, ConnectionError):

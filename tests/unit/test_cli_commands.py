@@ -7,9 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from models.errors import ConfigurationError, OwnershipError, ServiceUnreachable, TrainerLost
+from models.errors import (
+    ConfigurationError,
+    OwnershipError,
+    RequestRefused,
+    ServiceUnreachable,
+    TrainerLost,
+)
 from workers.cli.app import run_command
-from workers.cli.errors import Refused, exit_code, report
+from workers.cli.errors import exit_code, report
 from workers.cli.names import run_id_of
 from workers.cli.place import Place, find_place
 
@@ -194,7 +200,7 @@ def test_an_address_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -
         (OwnershipError("x"), 2),
         (ServiceUnreachable("x"), 3),
         (TrainerLost("x"), 1),
-        (Refused("x"), 1),
+        (RequestRefused("x"), 1),
         (RuntimeError("x"), 1),
         (KeyboardInterrupt(), 130),
     ],

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from configs.load import Loaded, load_run
-from models.errors import ConfigurationError
+from models.errors import ConfigurationError, RequestRefused
 from models.run import StopRequest
-from workers.cli.errors import DONE, FAILED, USAGE, Refused
+from workers.cli.errors import DONE, FAILED, USAGE
 from workers.cli.overview import overview
 from workers.cli.place import Place
 from workers.cli.server import look, progress_of, request_cancel, request_update
@@ -112,14 +112,14 @@ async def test_refused_requests_say_why(desk: Desk) -> None:
     run_id, client = loaded.spec.run_id, desk.stage.client
     await desk.run(loaded, follow=False)
     await until(lambda: asks(desk, "training"))
-    with pytest.raises(Refused, match="the run is not paused"):
+    with pytest.raises(RequestRefused, match="the run is not paused"):
         await request_update(client, run_id, "resume")
     await request_update(client, run_id, "pause")
-    with pytest.raises(Refused, match="paused already"):
+    with pytest.raises(RequestRefused, match="paused already"):
         await request_update(client, run_id, "pause")
     await request_cancel(client, run_id)
     assert await wait_for(desk.place, run_id, as_json=True) == FAILED
-    with pytest.raises(Refused, match="does not run"):
+    with pytest.raises(RequestRefused, match="does not run"):
         await request_update(client, run_id, "pause")
 
 

@@ -23,10 +23,6 @@ UNREACHABLE = 3
 INTERRUPTED = 130
 
 
-class Refused(PerdureError):
-    """A running workflow's validator refused a request; the message is its reason."""
-
-
 def exit_code(error: BaseException) -> int:
     """The exit code that ``error`` stands for."""
     if isinstance(error, KeyboardInterrupt):

@@ -22,9 +22,8 @@ from temporalio.service import RPCError, RPCStatusCode
 
 from configs.load import Loaded
 from configs.render import WORKFLOW_TYPE, run_request
-from models.errors import ConfigurationError, ServiceUnreachable
+from models.errors import ConfigurationError, RequestRefused, ServiceUnreachable
 from models.run import RunOutcome, RunProgress, RunRequest, StopRequest
-from workers.cli.errors import Refused
 from workers.cli.place import Place
 from workers.connection import connect
 from workflows.options import CONTROL_QUEUE
@@ -155,7 +154,7 @@ async def request_update(
     """Ask a running workflow for something and wait until it accepted and did it.
 
     Raises:
-        Refused: its validator said no, or it does not run any more.
+        RequestRefused: its validator said no, or it does not run any more.
         ServiceUnreachable: no worker answered within 30 s.
     """
     handle = client.get_workflow_handle(run_id)
@@ -164,7 +163,7 @@ async def request_update(
         await asyncio.wait_for(handle.execute_update(name, args=arguments), UPDATE_TIMEOUT_S)
     except WorkflowUpdateFailedError as error:
         cause = error.cause
-        raise Refused(f"{run_id}: {getattr(cause, 'message', cause)}") from error
+        raise RequestRefused(f"{run_id}: {getattr(cause, 'message', cause)}") from error
     except (TimeoutError, WorkflowUpdateRPCTimeoutOrCancelledError) as error:
         raise ServiceUnreachable(
             f"{run_id}: no control worker answered within {UPDATE_TIMEOUT_S:.0f} s"
@@ -177,7 +176,7 @@ async def request_cancel(client: Client, run_id: str) -> None:
     """Ask Temporal to cancel the run.
 
     Raises:
-        Refused: it does not run.
+        RequestRefused: it does not run.
         ServiceUnreachable: the server did not answer.
     """
     handle = client.get_workflow_handle(run_id)
@@ -222,7 +221,7 @@ def _failure(error: WorkflowFailureError) -> Failure:
 
 def _refused_or_unreachable(run_id: str, error: RPCError) -> Exception:
     if error.status == RPCStatusCode.NOT_FOUND:
-        return Refused(f"{run_id}: does not run ({error.message})")
+        return RequestRefused(f"{run_id}: does not run ({error.message})")
     return ServiceUnreachable(f"Temporal does not answer: {error.message}")
 
 

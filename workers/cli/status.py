@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from workers.cli.errors import Refused
+from models.errors import RequestRefused
 from workers.cli.names import run_id_of
 from workers.cli.output import equivalent, notice, out, print_json
 from workers.cli.place import Place, find_place, is_named
@@ -39,7 +39,7 @@ def status(
     else:
         show_overview(out(), report)
     if run_id and place and not report["runs"]:
-        raise Refused(f"{run_id}: the server knows no such run")
+        raise RequestRefused(f"{run_id}: the server knows no such run")
 
 
 def _is_up(stack: StackStatus | None) -> bool:
