@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import pytest
 from configs.load import Loaded, load_run
 from models.errors import ConfigurationError, RequestRefused
 from models.run import StopRequest
-from workers.cli.errors import DONE, FAILED, USAGE
+from workers.cli.errors import DONE, FAILED, INTERRUPTED, USAGE
 from workers.cli.overview import overview
 from workers.cli.place import Place
 from workers.cli.server import look, progress_of, request_cancel, request_update
@@ -169,6 +171,29 @@ async def test_people_see_a_line_an_update_and_the_last_screen(
         output.err.cache_clear()
     assert "complete, 3 of 3 updates" in captured.out
     assert "started" in captured.err
+
+
+async def test_ctrl_c_stops_following_and_the_run_goes_on(desk: Desk) -> None:
+    loaded = desk.loaded(training={"num_rollouts": 400})
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "workers", "run", str(desk.file)),
+        *("--address", str(desk.place.address)),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    await until(lambda: asks(desk, "training"))
+    process.send_signal(signal.SIGINT)
+    _, stderr = await asyncio.wait_for(process.communicate(), 20)
+    assert process.returncode == INTERRUPTED
+    detached, stop = stderr.decode().splitlines()[-2:]
+    assert detached == (
+        f"detached; {loaded.spec.run_id} goes on. Follow it again: perdure run {desk.file}"
+    )
+    assert stop == f"stop it: perdure stop {loaded.spec.name}"
+    view = await look(desk.stage.client, loaded.spec.run_id)
+    assert view is not None
+    assert view.is_open
+    await request_cancel(desk.stage.client, loaded.spec.run_id)
 
 
 async def asks(desk: Desk, state: str) -> bool:

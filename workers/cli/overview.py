@@ -51,7 +51,8 @@ async def overview(
 def show_overview(console: Console, report: dict[str, Any]) -> None:
     """The report as tables."""
     if report["runs"]:
-        runs = Table("run", "state", "update", "version", "stage", "root", box=None)
+        runs = Table("run", "state", "update", "version", "stage", box=None)
+        runs.add_column("root", overflow="fold")
         for each in report["runs"]:
             done = f"{each['update']}/{each['total']}" if each["total"] else str(each["update"])
             cells = (done, str(each["policy_version"]), each["stage"], each["root"])

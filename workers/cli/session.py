@@ -26,6 +26,9 @@ from workers.cli.server import (
     start_run,
 )
 
+EMBEDDED_FLEET = "local"
+"""``launch.fleet`` that the embedded stack's GPU worker serves."""
+
 
 class Session:
     """A run file on its way through a server."""
@@ -61,6 +64,12 @@ class Session:
 
     async def _start(self, client: Client, *, again: bool) -> None:
         run_id = self._loaded.spec.run_id
+        fleet = self._loaded.spec.launch.fleet
+        if self._place.stack is not None and fleet != EMBEDDED_FLEET:
+            notice(
+                f"perdure: warning: launch.fleet = {fleet!r}, while the embedded stack serves "
+                f"{EMBEDDED_FLEET!r}; the run waits for: perdure worker gpu --fleet {fleet}"
+            )
         try:
             await start_run(client, self._loaded, take_over=self._take_over)
         except WorkflowAlreadyStartedError:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from models.errors import RequestRefused
+from models.errors import ConfigurationError, RequestRefused
 from workers.cli.names import run_id_of
 from workers.cli.output import equivalent, notice, out, print_json
 from workers.cli.place import Place, find_place, is_named
@@ -27,9 +27,11 @@ def status(
     from workers.cli.session import wait_for
 
     run_id = run_id_of(run_name) if run_name else None
+    if follow and run_id is None:
+        raise ConfigurationError("--follow needs a run: perdure status FILE|RUN --follow")
     stack = None if is_named(address) else stack_status()
     place = find_place(address) if is_named(address) or _is_up(stack) else None
-    if follow and run_id:
+    if follow and run_id is not None:
         raise typer.Exit(asyncio.run(wait_for(find_place(address), run_id, as_json=json)))
     if not json:
         _say_how(place, run_id)
