@@ -4,7 +4,7 @@ Two concurrency groups: ``work`` has one thread, so mutating calls never overlap
 computes in the same thread; ``peek`` answers during one.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import ray
 
@@ -132,8 +132,3 @@ class TrainerActor:
         if self._guarded is None:
             raise TrainerLost(f"the trainer of {self._order.run.run_id} has not finished starting")
         return self._guarded
-
-
-def options() -> dict[str, Any]:
-    """Ray options that belong to the class rather than to a run."""
-    return {"concurrency_groups": CONCURRENCY_GROUPS}

@@ -21,6 +21,7 @@ DRIVER_NAMESPACE = "perdure"
 PROBE_TIMEOUT_S = 5.0
 """For a TCP connection: a join of an address where nobody listens would block for a minute."""
 JOIN_TIMEOUT_S = 60.0
+LEAVE_TIMEOUT_S = 10.0
 CONTROL_TIMEOUT_S = 30.0
 """For one call of Ray's control service; it answers in milliseconds when it lives."""
 NAME_POLL_S = 0.02
@@ -54,6 +55,20 @@ class RayCluster:
             self._joining = None
             raise ServiceUnreachable(f"cannot join Ray at {self._address}: {error}") from error
 
+    async def leave(self) -> None:
+        """Disconnect this process; detached actors go on. Nothing happens when never joined."""
+        if self._joining is None:
+            return
+        self._joining = None
+
+        def disconnect() -> None:
+            import ray
+
+            ray.shutdown()
+
+        async with asyncio.timeout(LEAVE_TIMEOUT_S):
+            await asyncio.to_thread(disconnect)
+
     async def find(self, namespace: str, name: str) -> Any | None:
         """Handle of a named actor; None when there is none."""
 
@@ -68,11 +83,18 @@ class RayCluster:
         return await self.control(look, f"look for actor {name}")
 
     async def create(
-        self, actor_class: type, namespace: str, name: str, options: dict[str, Any], *args: Any
+        self,
+        actor_class: type,
+        namespace: str,
+        name: str,
+        options: dict[str, Any],
+        class_options: dict[str, Any],
+        *args: Any,
     ) -> Any:
         """Create a detached named actor that Ray never restarts; waits for a name still in use.
 
-        The actor may be placed and started later: its first call tells.
+        ``class_options`` are those that Ray takes for the class only (concurrency groups). The
+        actor may be placed and started later: its first call tells.
         """
         await self._until_free(namespace, name)
 
@@ -80,15 +102,8 @@ class RayCluster:
             import ray
 
             return (
-                ray.remote(actor_class)
-                .options(
-                    name=name,
-                    namespace=namespace,
-                    lifetime="detached",
-                    max_restarts=0,
-                    max_task_retries=0,
-                    **options,
-                )
+                ray.remote(max_restarts=0, max_task_retries=0, **class_options)(actor_class)
+                .options(name=name, namespace=namespace, lifetime="detached", **options)
                 .remote(*args)
             )
 
@@ -100,7 +115,7 @@ class RayCluster:
         def make() -> Any:
             import ray
 
-            return ray.remote(actor_class).options(max_restarts=0, **options).remote(*args)
+            return ray.remote(max_restarts=0, **options)(actor_class).remote(*args)
 
         return await self.control(make, f"create {actor_class.__name__}")
 
@@ -178,6 +193,10 @@ class RayCluster:
         writer.close()
 
     def _connect(self) -> None:
+        if self._address.startswith(("127.", "localhost")):
+            # Read when Ray is imported; without it Ray turns a loopback address into the host's
+            # outside one, where a cluster that listens on loopback does not answer.
+            os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
         import ray
 
         # Ray warns that it sets no SIGTERM handler from a thread; the worker has its own.

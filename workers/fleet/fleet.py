@@ -48,6 +48,13 @@ class RayFleet:
         """Connect to the cluster now, not at the first call; raises ``ServiceUnreachable``."""
         await self._cluster.join()
 
+    async def close(self) -> None:
+        """Drop caches and leave the cluster; the actors of every run go on."""
+        for run in self._runs.values():
+            await run.engines.close()
+        self._runs.clear()
+        await self._cluster.leave()
+
     async def prepare(self, token: FenceToken, request: PrepareRequest) -> PrepareReport:
         """See ``FleetPort.prepare``."""
         run = self._run(request.run)

@@ -24,11 +24,9 @@ from models.ids import FenceToken
 from models.prompt import DataState
 from models.rollout import CollectionManifest
 from models.run import PrepareReport, PrepareRequest
-from workers.actors import trainer as trainer_actor
 from workers.actors.order import ActorFacts, ActorOrder
 from workers.actors.preparation import PreparationActor, PreparedRun, find_prepared
 from workers.actors.producer import ProducerActor
-from workers.actors.trainer import TrainerActor
 from workers.fleet.calls import settle
 from workers.fleet.engines import Engines, together
 from workers.fleet.folders import scratch_folder
@@ -178,8 +176,10 @@ async def _bring_up(
 async def _start_trainer(fleet: RunFleet, token: FenceToken, plan: _TrainerPlan) -> ActorFacts:
     timeout_s = await fleet.startup_timeout_s()
     group = await place(fleet.cluster, fleet.run.run_id, "trainer", 1, timeout_s)
-    options = trainer_actor.options() | in_bundle(group, 0)
-    actor = await fleet.create("trainer", 0, TrainerActor, options)
+    from workers.actors.trainer import CONCURRENCY_GROUPS, TrainerActor  # imports Ray
+
+    groups = {"concurrency_groups": CONCURRENCY_GROUPS}
+    actor = await fleet.create("trainer", 0, TrainerActor, in_bundle(group, 0), groups)
     facts: ActorFacts = await actor.call(
         "start", token, plan.folder, plan.clock, timeout_s=timeout_s
     )

@@ -69,7 +69,12 @@ class RunFleet:
         )
 
     async def create(
-        self, role: str, rank: int, actor_class: type, options: dict[str, Any]
+        self,
+        role: str,
+        rank: int,
+        actor_class: type,
+        options: dict[str, Any],
+        class_options: dict[str, Any] | None = None,
     ) -> RemoteActor:
         """Replace the actor of (role, rank) by a new one, counted as its next incarnation.
 
@@ -86,7 +91,9 @@ class RunFleet:
             incarnation=await self._next_incarnation(role, rank),
             scratch=str(scratch_folder(self.run.root)),
         )
-        handle = await self.cluster.create(actor_class, self.run.run_id, name, options, order)
+        handle = await self.cluster.create(
+            actor_class, self.run.run_id, name, options, class_options or {}, order
+        )
         actor = self.actor(role, rank)
         actor.adopt(handle)
         facts: ActorFacts = await actor.call("facts", timeout_s=await self.startup_timeout_s())
