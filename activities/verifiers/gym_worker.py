@@ -3,8 +3,10 @@
 Scorers may print; what they print goes to standard error, so that it cannot forge an answer.
 """
 
+import ctypes
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -12,6 +14,8 @@ from typing import Any
 
 import reasoning_gym
 from reasoning_gym.utils import extract_answer
+
+_PR_SET_PDEATHSIG = 1
 
 
 @cache
@@ -36,8 +40,15 @@ def _answer(line: str) -> dict[str, Any]:
         return {"error": f"{type(error).__name__}: {str(error)[:500]}"}
 
 
+def _end_with_parent() -> None:
+    """Have the kernel kill this process when its parent dies, even in the middle of a hang."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
 def main() -> None:
     """Answer lines until standard input ends."""
+    _end_with_parent()
     protocol = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     protocol.write('{"ready": true}\n')

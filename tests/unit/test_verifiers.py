@@ -6,8 +6,10 @@ import math
 import subprocess
 import sys
 import threading
+import time
 from decimal import Decimal
 
+import psutil
 import pytest
 
 from activities.verifiers import exact, gym, number
@@ -214,6 +216,45 @@ async def test_gym_survives_hostile_answers(gym_verifier):
     without = await outcome("42", prompt(target("gym", "42")))
     assert without.outcome is ERROR
     assert (await outcome("42")).score == 1.0
+
+
+ORPHAN_MAKER = """
+import asyncio, sys
+from activities.verifiers.gym import GymVerifier
+
+async def main():
+    verifier = GymVerifier(num_workers=1)
+    entry = {"answer": "42", "metadata": {"source_dataset": "products"}}
+    await verifier._pool.call({"entry": entry, "text": "42"})
+    print(*verifier._pool.pids, flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+def test_a_stuck_worker_dies_with_a_killed_parent():
+    parent = subprocess.Popen([sys.executable, "-c", ORPHAN_MAKER], stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    worker = psutil.Process(int(parent.stdout.readline()))
+    worker.suspend()  # stuck: it will not notice that its standard input ended
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    gone_or_zombie(worker, deadline_s=20)
+
+
+def gone_or_zombie(process, deadline_s):
+    end = time.monotonic() + deadline_s
+    while time.monotonic() < end:
+        try:
+            if process.status() == psutil.STATUS_ZOMBIE:
+                return
+        except psutil.NoSuchProcess:
+            return
+        time.sleep(0.02)
+    process.kill()
+    raise AssertionError("the worker outlived its parent")
 
 
 def test_a_missing_gym_package_names_the_extra(monkeypatch):
