@@ -66,25 +66,22 @@ class EngineServer:
         Raises ConfigurationError for weights that cannot be loaded, else what ended the thread.
         """
         self._model.start()
-        background = [asyncio.create_task(self._announce(listener))]
-        if self._options.exit_with_parent:
-            background.append(asyncio.create_task(watch_parent()))
         serving = asyncio.create_task(self._http.serve(sockets=[listener]))
+        announced = asyncio.create_task(self._announce(listener))
+        ends: set[asyncio.Future[None]] = {serving, self._model.ended, announced}
+        parent = asyncio.create_task(watch_parent()) if self._options.exit_with_parent else None
         try:
-            await asyncio.wait(
-                {serving, self._model.ended, background[0]}, return_when=asyncio.FIRST_EXCEPTION
-            )
-            if background[0].done():
-                background[0].result()
-            if self._model.ended.done():
-                self._generation.fail_all(Refused(503, WORKER_UNAVAILABLE))
-                self._model.ended.result()
-            await serving
+            while not serving.done():
+                done, ends = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                for future in done:
+                    future.result()
         finally:
+            self._generation.fail_all(Refused(503, WORKER_UNAVAILABLE))
             self._http.should_exit = True
             self._model.stop()
-            for task in background:
-                task.cancel()
+            for task in (announced, parent):
+                if task is not None:
+                    task.cancel()
             await asyncio.wait({serving}, timeout=CLOSE_TIMEOUT_S)
 
     @property

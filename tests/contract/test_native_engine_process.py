@@ -1,0 +1,163 @@
+"""The life of the engine process: start, refusals to start, signals, a parent that dies."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from workers.engines.native.model_shape import read_model_shape
+from workers.engines.native.weights import WeightStore
+
+DEADLINE_S = 50.0
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 100_000,
+    "tie_word_embeddings": True,
+}
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    store = WeightStore(read_model_shape(folder), torch.float32)
+    tensors = {name: torch.randn(view.shape) * 0.1 for name, view in store.named.items()}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def command(folder: Path, *extra: str) -> list[str]:
+    return [sys.executable, "-m", "workers.engines.native", "--model-path", str(folder), *extra]
+
+
+@contextmanager
+def engine(folder: Path, ready: Path, *extra: str) -> Iterator["subprocess.Popen[bytes]"]:
+    process = subprocess.Popen(command(folder, "--ready-file", str(ready), *extra), env=ENVIRONMENT)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait(DEADLINE_S)
+
+
+def wait_for_ready(ready: Path) -> dict[str, Any]:
+    deadline = time.monotonic() + DEADLINE_S
+    while not ready.exists():
+        assert time.monotonic() < deadline, "the engine is not ready"
+        time.sleep(0.02)
+    return dict(json.loads(ready.read_text()))
+
+
+def refusal(*arguments: str, folder: Path) -> str:
+    """Stderr of an engine that refuses to start with status 2."""
+    done = subprocess.run(
+        command(folder, *arguments), env=ENVIRONMENT, capture_output=True, timeout=DEADLINE_S,
+        text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stderr.splitlines()[-1]
+
+
+def test_refusals_to_start(folder: Path, tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "config.json does not exist" in refusal(folder=empty)
+    (empty / "config.json").write_text(json.dumps(CONFIG))
+    assert "has no weights" in refusal(folder=empty)
+    (empty / "config.json").write_text(json.dumps(CONFIG | {"model_type": "gpt2"}))
+    assert "llama, mistral, olmoe, qwen2, qwen3, qwen3_moe" in refusal(folder=empty)
+    (empty / "config.json").write_text(json.dumps(CONFIG | {"hidden_size": 32}))
+    save_file({"model.norm.weight": torch.ones(16)}, empty / "model.safetensors")
+    assert "the tensors do not fit llama" in refusal(folder=empty)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        message = refusal("--port", port, folder=folder)
+    assert message == f"error: cannot listen on 127.0.0.1 port {port}: Address already in use"
+
+
+def test_ready_file_tells_where_it_serves(folder: Path, tmp_path: Path) -> None:
+    with engine(folder, tmp_path / "ready.json", "--weight-version", "7") as process:
+        told = wait_for_ready(tmp_path / "ready.json")
+        assert told["pid"] == process.pid
+        assert told["url"] == f"http://127.0.0.1:{told['port']}"
+        assert httpx.get(told["url"] + "/health").status_code == 200
+        assert httpx.get(told["url"] + "/model_info").json()["weight_version"] == "7"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(DEADLINE_S) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ready.json"]
+
+
+def test_sigterm_answers_running_requests_within_the_bound(folder: Path, tmp_path: Path) -> None:
+    with engine(folder, tmp_path / "ready", "--shutdown-timeout", "0.5") as process:
+        url = wait_for_ready(tmp_path / "ready")["url"]
+        sampling = {"max_new_tokens": 90_000, "ignore_eos": True}
+        call = {"input_ids": [5, 6], "sampling_params": sampling, "stream": True}
+        with httpx.stream("POST", f"{url}/generate", json=call, timeout=DEADLINE_S) as answer:
+            lines = (line for line in answer.iter_lines() if line)
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            last = [json.loads(line[6:]) for line in lines if line != "data: [DONE]"][-1]
+        assert last["meta_info"]["finish_reason"]["type"] == "abort"
+        assert 0 < last["meta_info"]["completion_tokens"] < 90_000
+        assert process.wait(DEADLINE_S) == 0
+
+
+def test_engine_ends_with_its_parent(folder: Path, tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    arguments = command(folder, "--ready-file", str(ready), "--exit-with-parent")
+    script = f"import subprocess\nsubprocess.Popen({arguments!r}).wait()"
+    parent = subprocess.Popen([sys.executable, "-c", script], env=ENVIRONMENT)
+    child = psutil.Process(wait_for_ready(ready)["pid"])
+    parent.kill()
+    parent.wait(DEADLINE_S)
+    child.wait(DEADLINE_S)
+
+
+def test_engine_survives_the_thread_that_started_it(folder: Path, tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    arguments = command(folder, "--ready-file", str(ready), "--exit-with-parent")
+    # The kernel's parent-death signal comes when the starting thread ends, not the process.
+    script = (
+        "import pathlib, subprocess, sys, threading, time\n"
+        "def start():\n"
+        f"    subprocess.Popen({arguments!r})\n"
+        f"    while not pathlib.Path({str(ready)!r}).exists(): time.sleep(0.02)\n"
+        "thread = threading.Thread(target=start)\n"
+        "thread.start(); thread.join(); print('ended', flush=True); sys.stdin.read()"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script],
+        env=ENVIRONMENT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert parent.stdout is not None
+    assert parent.stdout.readline() == b"ended\n"
+    told = wait_for_ready(ready)
+    assert httpx.get(told["url"] + "/health").status_code == 200
+    child = psutil.Process(told["pid"])
+    parent.communicate(timeout=DEADLINE_S)
+    child.wait(DEADLINE_S)
