@@ -1,11 +1,16 @@
 """Model folders: what belongs to one, and how one appears whole or not at all."""
 
 import os
+import platform
 import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+import psutil
+
+from activities.storage.atomic import sync_file, sync_folder
 
 MARKER = "workflow-model.json"
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".h5", ".msgpack", ".onnx")
@@ -19,7 +24,9 @@ def is_weight_file(path: Path) -> bool:
 
 @contextmanager
 def staged(folder: Path) -> Iterator[Path]:
-    """A hidden sibling to fill; renamed to ``folder`` on success, removed on an error.
+    """A hidden sibling to fill; flushed and renamed to ``folder``, or removed on an error.
+
+    What killed processes of this host left beside ``folder`` is removed first.
 
     Raises:
         FileExistsError: ``folder`` is there already.
@@ -27,11 +34,17 @@ def staged(folder: Path) -> Iterator[Path]:
     if folder.exists():
         raise FileExistsError(f"{folder} exists already")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    stage = folder.parent / f".{folder.name}.preparing-{secrets.token_hex(6)}"
+    prefix = f".{folder.name}.preparing-{platform.node()}-"
+    _remove_leftovers(folder.parent, prefix)
+    stage = folder.parent / f"{prefix}{os.getpid()}-{secrets.token_hex(4)}"
     stage.mkdir()
     try:
         yield stage
+        for path in stage.rglob("*"):
+            if path.is_file() and not path.is_symlink():
+                sync_file(path)
         os.rename(stage, folder)
+        sync_folder(folder.parent)
     except BaseException:
         shutil.rmtree(stage, ignore_errors=True)
         raise
@@ -42,3 +55,11 @@ def copy_companions(source: Path, target: Path) -> None:
     for path in sorted(source.iterdir()):
         if path.is_file() and path.name != MARKER and not is_weight_file(path):
             shutil.copyfile(path, target / path.name)
+
+
+def _remove_leftovers(parent: Path, prefix: str) -> None:
+    """Delete staging folders whose process is gone."""
+    for path in parent.iterdir():
+        pid = path.name.removeprefix(prefix).partition("-")[0]
+        if path.name.startswith(prefix) and pid.isdigit() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(path, ignore_errors=True)

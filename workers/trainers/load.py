@@ -1,6 +1,5 @@
 """Loading the policy for training: master weights in float32, checks that fail before work."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,6 @@ from workers.trainers.packing import Response, Row, collate
 
 _PROBE_TOLERANCE = 1e-3  # nats in float32; a post-processed head is off by far more
 _MASTER_BYTES = 16  # a parameter: weight, gradient and two moments in float32
-
-
-def trainer_threads(spec: RunSpec) -> int:
-    """Torch threads of the trainer: as asked, else all cores, or half when sampling overlaps."""
-    if spec.trainer.num_threads is not None:
-        return spec.trainer.num_threads
-    cores = len(os.sched_getaffinity(0))
-    return max(1, cores // 2) if spec.overlaps else cores
 
 
 def load_policy(spec: RunSpec, model_dir: Path) -> Any:

@@ -5,6 +5,7 @@ the first step -> for each step: packed forward and backward, check, clip, AdamW
 the first step's own forward are its old log-probs, so its ratios are exactly 1.
 """
 
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ from models.update import UpdateReport
 from workers.trainers.adamw import build_optimizer, clip_gradients, last_step_norm
 from workers.trainers.batch import StepPlan, TrainingBatch, plan_steps, rows_of, update_seed
 from workers.trainers.export import ExportProbe, export_hf
-from workers.trainers.load import describe_trainer, load_policy, trainer_threads
+from workers.trainers.load import describe_trainer, load_policy
 from workers.trainers.logprobs import Scorer
 from workers.trainers.loss import LossSettings, aggregation_weights, token_loss
 from workers.trainers.packing import micro_batches
@@ -38,10 +39,14 @@ from workers.trainers.weights import export_weights
 
 
 class LocalTrainer:
-    """Owns the policy's weights. Not thread-safe: ``GuardedTrainer`` serializes the calls."""
+    """Owns the policy's weights. Not thread-safe: ``GuardedTrainer`` serializes the calls.
+
+    Without ``trainer.num_threads`` torch keeps what its process's environment gave it.
+    """
 
     def __init__(self, spec: RunSpec, model_dir: Path) -> None:
-        torch.set_num_threads(trainer_threads(spec))
+        if spec.trainer.num_threads is not None:
+            torch.set_num_threads(spec.trainer.num_threads)
         self.spec = spec
         self.model_dir = model_dir
         self.next_update = 0
@@ -260,7 +265,7 @@ class LocalTrainer:
             self._scorer.backward(micro, chunk_loss)
         tally.step_losses.append(total)
         tally.step_policy_losses.append(policy)
-        if total != total or abs(total) == float("inf"):
+        if not math.isfinite(total):
             raise NonFiniteLoss(f"the loss is {total}; the weights were not changed")
 
     def _check_agreement(

@@ -3,6 +3,8 @@
 import hashlib
 import importlib.util
 import json
+import os
+import platform
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from activities.storage.store import Store
 from models.errors import ConfigurationError
 from workers.sources import origins
+from workers.sources.folders import staged
 from workers.sources.gguf import convert_gguf
 from workers.sources.model import prepare_model
 
@@ -259,3 +262,19 @@ def test_only_known_weights_are_inventoried(model_dir):
     names = [row["path"] for row in files]
     assert "model.safetensors" in names
     assert not {"pytorch_model.bin", ".cache/x.json"} & set(names)
+
+
+def test_leftovers_of_killed_processes_are_removed_and_others_kept(tmp_path):
+    dead = tmp_path / f".hf.preparing-{platform.node()}-999999999-aaaa"
+    alive = tmp_path / f".hf.preparing-{platform.node()}-{os.getpid()}-bbbb"
+    elsewhere = tmp_path / ".hf.preparing-another.host-999999999-cccc"
+    for folder in (dead, alive, elsewhere):
+        folder.mkdir()
+    with staged(tmp_path / "hf") as stage:
+        (stage / "x").touch()
+    assert not dead.exists()
+    assert alive.exists()
+    assert elsewhere.exists()
+    assert [path.name for path in (tmp_path / "hf").iterdir()] == ["x"]
+    with pytest.raises(FileExistsError), staged(tmp_path / "hf"):
+        pass
