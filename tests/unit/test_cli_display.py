@@ -123,7 +123,7 @@ def test_the_panel_shows_everything_that_is_asked_for() -> None:
         "64 held-out prompts after update 2",
         "update 4",
         "1 updates redone",
-        "http://ui/namespaces/default/workflows/train/a",
+        "http://ui/namespaces/default/workflows/train%2Fa",
         "odd",
     ):
         assert expected in text, expected

@@ -115,7 +115,7 @@ def test_the_last_screen(tmp_path: Path) -> None:
     root = metrics(tmp_path, rows)
     ending = read_ending(VIEW, None, complete(), EXPORT, root)
     stream = io.StringIO()
-    show_ending(Console(file=stream, width=100), ending, "run.toml", "http://ui")
+    show_ending(Console(file=stream, width=100), ending, ["run.toml"], "http://ui")
     text = stream.getvalue()
     for expected in (
         "train/a: complete, 20 updates in 1:00",
@@ -134,5 +134,5 @@ def test_the_last_screen(tmp_path: Path) -> None:
 def test_a_stopped_run_says_how_to_go_on(tmp_path: Path) -> None:
     stream = io.StringIO()
     ending = ending_of(str(tmp_path), complete(RunState.STOPPED))
-    show_ending(Console(file=stream, width=100), ending, "run.toml", None)
+    show_ending(Console(file=stream, width=100), ending, ["run.toml"], None)
     assert stream.getvalue().rstrip().endswith("next: perdure run run.toml")

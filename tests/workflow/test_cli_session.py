@@ -35,7 +35,9 @@ class Desk:
         return load_run(self.file, overrides)
 
     async def run(self, loaded: Loaded, *, follow: bool = True, as_json: bool = True) -> int:
-        session = Session(loaded, self.place, file=str(self.file), as_json=as_json, take_over=False)
+        session = Session(
+            loaded, self.place, again=[str(self.file)], as_json=as_json, take_over=False
+        )
         return await asyncio.wait_for(session.run(follow=follow), 40)
 
 

@@ -6,6 +6,7 @@ Both are told the newest ``RunProgress`` and know nothing of where it came from.
 import time
 from types import TracebackType
 from typing import Protocol, Self
+from urllib.parse import quote
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -141,10 +142,15 @@ def panel(
     if progress is not None and progress.error is not None:
         lines.append(Text(error_line(progress), style="red"))
     if ui:
-        lines.append(Text(f"{ui}/namespaces/default/workflows/{run_id}", style="dim"))
+        lines.append(Text(history_url(ui, run_id), style="dim"))
     if note:
         lines.append(Text(note, style="yellow"))
     return Group(*lines)
+
+
+def history_url(ui: str, run_id: str) -> str:
+    """The run's page in Temporal's Web UI."""
+    return f"{ui}/namespaces/default/workflows/{quote(run_id, safe='')}"
 
 
 def error_line(progress: RunProgress) -> str:
@@ -168,6 +174,8 @@ def duration(seconds: float) -> str:
 
 def _is_worth_a_line(progress: RunProgress) -> bool:
     """Stages of an update come and go too fast; those around the updates last."""
+    if progress.stage == progress.state.value:
+        return False
     return progress.state is not RunState.TRAINING or progress.stage.split(" ")[0] in (
         "evaluate",
         "export",

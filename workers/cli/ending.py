@@ -1,6 +1,7 @@
 """How a run ended, for people and for scripts."""
 
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,8 @@ from models.evaluation import ExportReport
 from models.run import RunOutcome, RunProgress, RunState
 from workers.cli import artifacts, errors
 from workers.cli.chart import columns
-from workers.cli.display import duration
+from workers.cli.display import duration, history_url
+from workers.cli.names import as_options
 from workers.cli.server import Failure, RunView
 
 
@@ -62,10 +64,12 @@ def read_ending(
     root: str,
 ) -> Ending:
     """Put together what the server and the output root say about a closed run."""
-    history = artifacts.read_history(root)
     failure = outcome if isinstance(outcome, Failure) else None
     done = outcome if isinstance(outcome, RunOutcome) else None
     progress = progress or RunProgress()
+    # A run that was refused its root must not show what another run left there.
+    owned = done is not None or progress.run is not None
+    history = artifacts.read_history(root) if owned else artifacts.History()
     started = progress.started_unix or view.started_unix
     finished = progress.finished_unix or view.closed_unix or started
     first, last = history.reward_first, history.reward_last
@@ -85,8 +89,11 @@ def read_ending(
     )
 
 
-def show_ending(console: Console, ending: Ending, file: str | None, ui: str | None) -> None:
-    """The last screen of a run: outcome, curve, evaluations, answer, paths, what to try next."""
+def show_ending(console: Console, ending: Ending, again: Sequence[str], ui: str | None) -> None:
+    """The last screen of a run: outcome, curve, evaluations, answer, paths, what to try next.
+
+    ``again`` is what came after ``perdure run``; empty when nobody knows.
+    """
 
     def line(text: str = "") -> None:
         console.print(text, markup=False, soft_wrap=True)
@@ -95,9 +102,9 @@ def show_ending(console: Console, ending: Ending, file: str | None, ui: str | No
     for text in (*_verdict(ending), *_curve(console, ending), *_answer(ending), *_paths(ending)):
         line(text)
     if ui:
-        line(f"  history     {ui}/namespaces/default/workflows/{ending.run_id}")
+        line(f"  history     {history_url(ui, ending.run_id)}")
     line()
-    line(f"next: {_next_command(ending, file)}")
+    line(f"next: {_next_command(ending, again)}")
 
 
 def _failed_state(status: str) -> str:
@@ -111,8 +118,6 @@ def _verdict(ending: Ending) -> list[str]:
     if ending.outcome is not None and ending.outcome.stopped_for_time:
         head += " (the soft deadline core.max_run_seconds was reached)"
     lines = [head]
-    if ending.failure is not None and ending.state == RunState.FAILED:
-        lines.append(f"  {ending.failure.kind}: {ending.failure.message}")
     if ending.reward_first is not None and ending.reward_last is not None:
         lines.append(f"  reward      {ending.reward_first:.3f} -> {ending.reward_last:.3f}")
     evaluations = ending.history.evaluations
@@ -147,6 +152,8 @@ def _answer(ending: Ending) -> list[str]:
 
 def _paths(ending: Ending) -> list[str]:
     lines = [f"  root        {ending.root}"]
+    if not ending.updates:
+        return lines
     if ending.outcome is not None and ending.outcome.export_hf:
         lines.append(f"  model       {_below(ending.root, ending.outcome.export_hf)}")
     if ending.outcome is not None and ending.outcome.checkpoint is not None:
@@ -160,13 +167,11 @@ def _below(root: str, path: str) -> str:
     return path if path.startswith("/") or "://" in path else f"{root.rstrip('/')}/{path}"
 
 
-def _next_command(ending: Ending, file: str | None) -> str:
+def _next_command(ending: Ending, again: Sequence[str]) -> str:
     name = ending.run_id.removeprefix("train/")
+    if not again:
+        return shlex.join(["perdure", "status", name])
     if ending.state != RunState.COMPLETE:
-        return shlex.join(["perdure", "run", file]) if file else f"perdure status {name}"
-    if file is None:
-        return f"perdure status {name} --json"
-    again = [f'name="{name}-2"', f'output.root="{ending.root}-2"', "data.seed=18"]
-    return shlex.join(
-        ["perdure", "run", file, *(word for set_ in again for word in ("--set", set_))]
-    )
+        return shlex.join(["perdure", "run", *again])
+    changes = [f'name="{name}-2"', f'output.root="{ending.root}-2"', "data.seed=18"]
+    return shlex.join(["perdure", "run", *again, *as_options(changes)])

@@ -1,5 +1,6 @@
-"""How people name a run on the command line: a run file, a run id, or the name alone."""
+"""How a run is named on the command line: a run file, a run id, or the name alone."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from configs.load import load_run
@@ -21,3 +22,8 @@ def run_id_of(text: str) -> str:
     if text.endswith((".toml", ".json")) or Path(text).is_file():
         return load_run(text).spec.run_id
     return f"{PREFIX}{text}"
+
+
+def as_options(overrides: Iterable[str]) -> list[str]:
+    """Overrides as command-line words."""
+    return [word for override in overrides for word in ("--set", override)]

@@ -104,7 +104,7 @@ async def _run(client: Client, run_id: str, place: Place) -> dict[str, Any] | No
         "update": done.updates if done else known.next_update,
         "total": _total(view, known),
         "policy_version": done.policy_version if done else known.policy_version,
-        "stage": _stage(view, progress),
+        "stage": _stage(view, progress, state),
         "reward": known.reward_last,
         "lag": known.lag,
         "recoveries": known.recoveries,
@@ -129,10 +129,10 @@ def _total(view: RunView, known: RunProgress) -> int:
     return int(view.memo.get("num_rollouts", 0))
 
 
-def _stage(view: RunView, progress: RunProgress | None) -> str:
-    if progress is not None:
-        return progress.stage
-    return "waiting for a worker" if view.is_open else view.status
+def _stage(view: RunView, progress: RunProgress | None, state: str) -> str:
+    if not view.is_open:
+        return state
+    return "waiting for a worker" if progress is None else progress.stage
 
 
 def _state(view: RunView, progress: RunProgress | None, outcome: object) -> str:

@@ -13,7 +13,7 @@ from configs.problem import configuration_error
 from configs.render import start_command
 from workers.cli import errors
 from workers.cli.config import Overrides, RunFile
-from workers.cli.names import run_id_of
+from workers.cli.names import as_options, run_id_of
 from workers.cli.output import equivalent, notice, quiet_or
 from workers.cli.place import Place, ensure_place, find_place, is_named
 
@@ -52,11 +52,12 @@ def run(
     # Temporal's client is imported where a server is talked to: `validate` does without it.
     from workers.cli.session import Session
 
-    session = Session(loaded, place, file=file, as_json=json, take_over=take_over)
+    again = [file, *as_options(override or ())]
+    session = Session(loaded, place, again=again, as_json=json, take_over=take_over)
     try:
         raise typer.Exit(asyncio.run(session.run(follow=not detach)))
     except KeyboardInterrupt:
-        command = shlex.join(["perdure", "run", file, *_again(override or ())])
+        command = shlex.join(["perdure", "run", *again])
         notice(f"\ndetached; {loaded.spec.run_id} goes on. Follow it again: {command}")
         notice(f"stop it: perdure stop {loaded.spec.name}")
         raise typer.Exit(errors.INTERRUPTED) from None
@@ -89,11 +90,7 @@ def wait(
 
 
 def _say_how(loaded: Loaded, place: Place, overrides: Sequence[str]) -> None:
-    render = shlex.join(["perdure", "config", "render", loaded.path, *_again(overrides)])
+    render = shlex.join(["perdure", "config", "render", loaded.path, *as_options(overrides)])
     start_line = start_command(loaded.spec.run_id, "run.json")
     address = f" --address {place.address}" if place.address else ""
     equivalent(f"{render} > run.json && {start_line}{address}")
-
-
-def _again(overrides: Sequence[str]) -> list[str]:
-    return [word for override in overrides for word in ("--set", override)]

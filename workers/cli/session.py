@@ -1,6 +1,7 @@
 """One ``run``: find the workflow of the run's name, start it unless it is there, follow it."""
 
 import asyncio
+import shlex
 from collections.abc import Sequence
 
 from temporalio.client import Client
@@ -31,14 +32,14 @@ EMBEDDED_FLEET = "local"
 
 
 class Session:
-    """A run file on its way through a server."""
+    """A run file on its way through a server. ``again``: what came after ``perdure run``."""
 
     def __init__(
-        self, loaded: Loaded, place: Place, *, file: str, as_json: bool, take_over: bool
+        self, loaded: Loaded, place: Place, *, again: Sequence[str], as_json: bool, take_over: bool
     ) -> None:
         self._loaded = loaded
         self._place = place
-        self._file = file
+        self._again = again
         self._as_json = as_json
         self._take_over = take_over
 
@@ -89,7 +90,7 @@ class Session:
         mine = (self._loaded.identity, self._loaded.sha256)
         if running is not None and running not in mine:
             raise ConfigurationError(
-                f"{self._file}: {view.run_id} is running with another configuration: "
+                f"{self._loaded.path}: {view.run_id} is running with another configuration: "
                 f"{running} there, {self._loaded.identity} here; give this one another name, or "
                 f"stop that one first: perdure stop {self._loaded.spec.name}"
             )
@@ -106,8 +107,9 @@ class Session:
         was = view.memo.get("identity_sha256")
         if was is not None and was != self._loaded.identity:
             raise ConfigurationError(
-                f"{self._file}: {view.run_id} is complete with another configuration: {was} then, "
-                f"{self._loaded.identity} now; give this one another name and output.root"
+                f"{self._loaded.path}: {view.run_id} is complete with another configuration: "
+                f"{was} then, {self._loaded.identity} now; "
+                "give this one another name and output.root"
             )
         progress = await progress_of(client, view.run_id)
         return await gather_ending(client, view, progress, root)
@@ -119,7 +121,7 @@ class Session:
         )
 
     def _end(self, ending: Ending) -> int:
-        return present(ending, self._place, file=self._file, as_json=self._as_json)
+        return present(ending, self._place, again=self._again, as_json=self._as_json)
 
     def _leave(self) -> None:
         spec = self._loaded.spec
@@ -127,7 +129,7 @@ class Session:
             root = spec.output.root
             print_json({"run_id": spec.run_id, "state": RunState.PREPARING.value, "root": root})
         else:
-            notice(f"follow it: perdure run {self._file}  or: perdure status {spec.name} --follow")
+            notice(f"follow it: {shlex.join(['perdure', 'run', *self._again])}")
 
     def _say(self, text: str) -> None:
         if not self._as_json:
@@ -143,7 +145,7 @@ async def wait_for(place: Place, run_id: str, *, as_json: bool) -> int:
     ending = await follow_to_end(
         client, run_id, str(view.memo.get("root", "")), place, as_json=as_json
     )
-    return present(ending, place, file=None, as_json=as_json)
+    return present(ending, place, again=(), as_json=as_json)
 
 
 async def follow_to_end(
@@ -167,12 +169,12 @@ async def gather_ending(
     return await asyncio.to_thread(read_ending, view, progress, outcome, export, root)
 
 
-def present(ending: Ending, place: Place, *, file: str | None, as_json: bool) -> int:
+def present(ending: Ending, place: Place, *, again: Sequence[str], as_json: bool) -> int:
     """Show an ending where it belongs; returns the exit code."""
     if as_json:
         print_json(ending.as_json())
     else:
-        show_ending(out(), ending, file, place.ui)
+        show_ending(out(), ending, again, place.ui)
     if ending.failure is not None and ending.exit_code != errors.DONE:
         for line in _failure_lines(ending):
             err().print(f"perdure: {line}", markup=False, soft_wrap=True)
