@@ -138,7 +138,7 @@ def panel(
     if progress is None:
         lines: list[RenderableType] = [Text.assemble((run_id, "bold"), "  ", "waiting")]
     else:
-        lines = [_head(run_id, progress, elapsed_s), _bar(progress), _facts(progress)]
+        lines = [_head(run_id, progress, elapsed_s), *_body(progress)]
     if progress is not None and progress.error is not None:
         lines.append(Text(error_line(progress), style="red"))
     if ui:
@@ -155,7 +155,9 @@ def history_url(ui: str, run_id: str) -> str:
 
 def error_line(progress: RunProgress) -> str:
     """What a run is ending of, while it still cleans up."""
-    return f"{progress.state.value} ({progress.stage}): {progress.error_type}: {progress.error}"
+    state = progress.state.value
+    where = "" if progress.stage == state else f" ({progress.stage})"
+    return f"{state}{where}: {progress.error_type}: {progress.error}"
 
 
 def eta_s(progress: RunProgress) -> float | None:
@@ -185,7 +187,8 @@ def _is_worth_a_line(progress: RunProgress) -> bool:
 
 
 def _head(run_id: str, progress: RunProgress, elapsed_s: float) -> Text:
-    state = "paused" if progress.paused else progress.state.value
+    paused = progress.paused and not progress.state.is_terminal
+    state = "paused" if paused else progress.state.value
     text = Text.assemble(
         (run_id, "bold"), "  ", (state, _STATE_STYLE[progress.state]), f"  {progress.stage}"
     )
@@ -196,17 +199,18 @@ def _head(run_id: str, progress: RunProgress, elapsed_s: float) -> Text:
     return text
 
 
-def _bar(progress: RunProgress) -> RenderableType:
-    total = progress.plan.num_rollouts if progress.plan else 1
-    grid = Table.grid(padding=(0, 1))
-    grid.add_row(
-        ProgressBar(total=total, completed=progress.next_update, width=40),
-        f"update {progress.next_update} of {total}",
-    )
-    return grid
+def _body(progress: RunProgress) -> list[RenderableType]:
+    """The bar, once the horizon is known, and the facts that there are."""
+    if progress.plan is None:
+        return []
+    bar = Table.grid(padding=(0, 1))
+    total, done = progress.plan.num_rollouts, progress.next_update
+    bar.add_row(ProgressBar(total=total, completed=done, width=40), f"update {done} of {total}")
+    facts = _facts(progress)
+    return [bar, facts] if facts.row_count else [bar]
 
 
-def _facts(progress: RunProgress) -> RenderableType:
+def _facts(progress: RunProgress) -> Table:
     grid = Table.grid(padding=(0, 2))
     recent = progress.reward_recent
     if recent:
