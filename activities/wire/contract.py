@@ -38,7 +38,7 @@ class WireModel(BaseModel):
 
 
 class SamplingParams(BaseModel):
-    """``sampling_params``. Unknown keys are refused before sending: SGLang answers them with 500."""
+    """``sampling_params``. Unknown keys are refused before sending: SGLang answers 500."""
 
     model_config = ConfigDict(extra="forbid")
 
