@@ -40,6 +40,7 @@ class GuardedTrainer:
         self._fence = FenceGuard("trainer")
         self._lock = threading.Lock()
         self._exports: list[WeightsRef] = []
+        self._export_base: Path | None = None
         self._final_exports: dict[tuple[str, int], ExportReport] = {}
 
     @property
@@ -99,7 +100,7 @@ class GuardedTrainer:
             newest = self.exported()
             if newest is not None and newest.version == version:
                 return newest
-            folder = own_exports(self._store.root) / f"v{version:07d}"
+            folder = self._export_folder() / f"v{version:07d}"
             with storage_errors(str(folder)):
                 ref = self._trainer.export_weights(version, folder)
             kept = [*self._exports, ref]
@@ -148,6 +149,16 @@ class GuardedTrainer:
         """Remove this process's exports."""
         with self._lock:
             self._drop_exports()
+            if self._export_base is not None:
+                shutil.rmtree(self._export_base, ignore_errors=True)
+                self._export_base = None
+
+    def _export_folder(self) -> Path:
+        """This process's folder for exports, chosen once: it must hold the kept ones and a new."""
+        if self._export_base is None:
+            needed = (_KEPT_EXPORTS + 1) * self._trainer.export_num_bytes
+            self._export_base = own_exports(self._store.root, needed)
+        return self._export_base
 
     def _export(self, uri: str) -> ExportReport:
         probe = self._probe()

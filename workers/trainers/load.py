@@ -24,7 +24,13 @@ def load_policy(spec: RunSpec, model_dir: Path) -> Any:
     Raises:
         ConfigurationError: the model cannot be trained with packed rows.
     """
-    model = load_model(model_dir, attention=spec.trainer.attention)
+    try:
+        model = load_model(model_dir, attention=spec.trainer.attention)
+    except (ValueError, OSError, ImportError) as error:
+        raise ConfigurationError(
+            f"{model_dir} cannot be loaded with trainer.attention = {spec.trainer.attention!r}: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
     _refuse_short_windows(spec, model.config)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model.to(device).eval().requires_grad_(True)
@@ -43,7 +49,10 @@ def load_model(
 
 
 def describe_trainer(spec: RunSpec, model: Any, resident_bytes: int) -> dict[str, Any]:
-    """Data types and memory: what is expected beside what is observed."""
+    """Data types and memory: what is expected beside what is observed.
+
+    The estimate holds weights, optimizer, casts and one chunk of logits; activations come on top.
+    """
     parameters = sum(p.numel() for p in model.parameters())
     vocabulary = model.get_output_embeddings().weight.shape[0]
     logits = spec.trainer.logprob_chunk_tokens * vocabulary * 12  # logits, log-probs, temporaries
@@ -64,10 +73,14 @@ def describe_trainer(spec: RunSpec, model: Any, resident_bytes: int) -> dict[str
 
 def _refuse_short_windows(spec: RunSpec, config: Any) -> None:
     """One packed mask serves all layers, so a sliding window must not bite."""
-    window = getattr(config, "sliding_window", None)
     layer_types = set(getattr(config, "layer_types", None) or ())
-    windowed = bool(layer_types & {"sliding_attention", "chunked_attention"})
-    if windowed and window is not None and spec.core.max_context_length > window:
+    sliding = getattr(config, "sliding_window", None)
+    chunked = getattr(config, "attention_chunk_size", None)
+    if layer_types:  # else a window that is set counts for every layer
+        sliding = sliding if "sliding_attention" in layer_types else None
+        chunked = chunked if "chunked_attention" in layer_types else None
+    window = min((w for w in (sliding, chunked) if w is not None), default=None)
+    if window is not None and spec.core.max_context_length > window:
         raise ConfigurationError(
             f"the model attends within windows of {window} tokens; core.max_context_length = "
             f"{spec.core.max_context_length} must not exceed that"

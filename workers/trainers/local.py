@@ -35,7 +35,7 @@ from workers.trainers.packing import micro_batches
 from workers.trainers.schedule import LearningRate
 from workers.trainers.state import TrainerState, read_state, write_state
 from workers.trainers.tally import UpdateTally, advantage_metrics
-from workers.trainers.weights import export_weights
+from workers.trainers.weights import export_weights, num_weight_bytes
 
 
 class LocalTrainer:
@@ -72,6 +72,11 @@ class LocalTrainer:
     def describe(self) -> dict[str, Any]:
         """Data types, parameter count, estimated and observed memory."""
         return describe_trainer(self.spec, self.model, _resident_bytes())
+
+    @property
+    def export_num_bytes(self) -> int:
+        """Bytes of one export for engines."""
+        return num_weight_bytes(self.model, getattr(torch, self.spec.inference.dtype))
 
     def optimize(
         self, update: int, batch_sha256: str, groups: Sequence[SampleGroup]

@@ -54,6 +54,11 @@ def fill_model_folder(
     return write_tensors(folder / MODEL_FILE, named_weights(model), dtype)
 
 
+def num_weight_bytes(model: Any, dtype: torch.dtype) -> int:
+    """Bytes of one export in ``dtype``."""
+    return sum(tensor.numel() for tensor in named_weights(model).values()) * dtype.itemsize
+
+
 def export_weights(
     model: Any, companions: Path, version: int, folder: Path, dtype: torch.dtype
 ) -> WeightsRef:
@@ -73,26 +78,41 @@ def export_weights(
     )
 
 
-def exports_base(root: str) -> Path:
-    """Where trainers of the run at ``root`` put exports: shared memory, else temporary storage."""
-    shared = _SHARED_MEMORY.is_dir() and os.access(_SHARED_MEMORY, os.W_OK)
-    base = _SHARED_MEMORY if shared else Path(tempfile.gettempdir())
-    return base / f"perdure-{hashlib.sha256(root.encode()).hexdigest()[:16]}"
+def export_bases(root: str) -> tuple[Path, Path]:
+    """Where trainers of the run at ``root`` may put exports: shared memory, temporary storage."""
+    name = f"perdure-{hashlib.sha256(root.encode()).hexdigest()[:16]}"
+    return _SHARED_MEMORY / name, Path(tempfile.gettempdir()) / name
 
 
-def own_exports(root: str) -> Path:
-    """A folder for this process's exports; folders of dead processes of the run are removed."""
-    base = exports_base(root)
-    base.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for other in base.iterdir():
-        pid = other.name.removeprefix("trainer-")
-        if pid.isdigit() and int(pid) != os.getpid() and not psutil.pid_exists(int(pid)):
-            shutil.rmtree(other, ignore_errors=True)
+def own_exports(root: str, needed_bytes: int) -> Path:
+    """A folder for this process's exports, in shared memory if it holds ``needed_bytes``.
+
+    Containers often have 64 MiB of shared memory only. Folders that dead processes of the run left
+    in either place are removed.
+    """
+    shared, temporary = export_bases(root)
+    for base in (shared, temporary):
+        _remove_dead(base)
+    base = shared if _can_hold(shared.parent, needed_bytes) else temporary
     own = base / f"trainer-{os.getpid()}"
-    own.mkdir(mode=0o700, exist_ok=True)
+    own.mkdir(mode=0o700, parents=True, exist_ok=True)
     return own
 
 
 def remove_exports(root: str) -> None:
     """Remove every export of the run at ``root``: for teardown, after its trainer has ended."""
-    shutil.rmtree(exports_base(root), ignore_errors=True)
+    for base in export_bases(root):
+        shutil.rmtree(base, ignore_errors=True)
+
+
+def _can_hold(folder: Path, needed_bytes: int) -> bool:
+    if not (folder.is_dir() and os.access(folder, os.W_OK)):
+        return False
+    return shutil.disk_usage(folder).free >= needed_bytes
+
+
+def _remove_dead(base: Path) -> None:
+    for other in base.glob("trainer-*"):
+        pid = other.name.removeprefix("trainer-")
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(other, ignore_errors=True)

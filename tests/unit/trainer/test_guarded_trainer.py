@@ -17,7 +17,7 @@ from models.rollout import CollectionCounts, RolloutCollection
 from workers.trainers import guarded
 from workers.trainers.guarded import GuardedTrainer
 from workers.trainers.local import LocalTrainer
-from workers.trainers.weights import exports_base, remove_exports
+from workers.trainers.weights import export_bases, own_exports, remove_exports
 
 DEADLINE_S = 20
 
@@ -145,10 +145,10 @@ def test_exports_are_kept_two_deep_and_repeat_themselves(make_guarded, commit, s
         trainer.optimize(token(update), update, commit(update, seed=update))
         refs.append(trainer.export_weights(token(update), update + 1))
     assert trainer.exported() == refs[-1]
-    kept = sorted(path.name for path in exports_base(store.root).glob("trainer-*/*"))
+    kept = sorted(path.name for path in export_bases(store.root)[0].glob("trainer-*/*"))
     assert kept == ["v0000001", "v0000002"]
     trainer.close()
-    assert list(exports_base(store.root).glob("trainer-*/*")) == []
+    assert list(export_bases(store.root)[0].glob("trainer-*/*")) == []
 
 
 def test_save_and_restore_through_the_store(make_guarded, commit, store):
@@ -202,8 +202,17 @@ def test_final_export_answers_the_first_held_out_question(make_guarded, store, m
 
 
 def test_exports_of_dead_processes_are_removed(make_guarded, store):
-    dead = exports_base(store.root) / "trainer-999999999"
+    dead = export_bases(store.root)[0] / "trainer-999999999"
     dead.mkdir(parents=True)
     torch.save({}, dead / "left.pt")
     make_guarded().export_weights(token(), 0)
     assert not dead.exists()
+
+
+def test_small_shared_memory_is_passed_over(store):
+    shared, temporary = export_bases(store.root)
+    assert own_exports(store.root, 1).parent == shared
+    assert own_exports(store.root, 1 << 60).parent == temporary
+    remove_exports(store.root)
+    assert not shared.exists()
+    assert not temporary.exists()

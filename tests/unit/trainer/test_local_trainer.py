@@ -4,9 +4,16 @@ import math
 
 import pytest
 import torch
+from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, MistralForCausalLM
 
-from models.errors import ContractViolation, NonFiniteLoss, PolicyDisagreement, TrainerLost
-from workers.trainers import local
+from models.errors import (
+    ConfigurationError,
+    ContractViolation,
+    NonFiniteLoss,
+    PolicyDisagreement,
+    TrainerLost,
+)
+from workers.trainers import load, local
 from workers.trainers.batch import TrainingBatch, plan_steps, update_seed
 from workers.trainers.load import load_model, load_policy
 from workers.trainers.local import LocalTrainer
@@ -315,10 +322,40 @@ def test_description_reports_data_types_and_memory(make_spec, model_dir):
 
 
 def test_a_model_that_scales_its_logits_is_refused(make_spec, model_dir, monkeypatch):
-    from models.errors import ConfigurationError
-    from workers.trainers import load
-
     plain = load._plain_logprobs
     monkeypatch.setattr(load, "_plain_logprobs", lambda *args: plain(*args) * 0.5)
     with pytest.raises(ConfigurationError, match="cannot be trained with packed rows"):
         load_policy(make_spec(), model_dir)
+
+
+def mistral(**settings):
+    return MistralForCausalLM(
+        MistralConfig(
+            vocab_size=100,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            **settings,
+        )
+    )
+
+
+def test_a_window_shorter_than_the_context_is_refused(make_spec, tmp_path):
+    mistral(sliding_window=16).save_pretrained(tmp_path / "windowed")
+    with pytest.raises(ConfigurationError, match=r"windows of 16 tokens; core\.max_context_length"):
+        load_policy(make_spec(core={"max_context_length": 17}), tmp_path / "windowed")
+    load_policy(make_spec(core={"max_context_length": 16}), tmp_path / "windowed")
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_capped_logits_are_refused(make_spec, tmp_path, attention):
+    """Gemma 2 caps its logits after the head; it also refuses sdpa outright."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Gemma2Config(vocab_size=100, final_logit_softcapping=0.1, **sizes, **heads)
+    Gemma2ForCausalLM(config).save_pretrained(tmp_path / "gemma")
+    with pytest.raises(ConfigurationError, match=r"cannot be (trained with packed rows|loaded)"):
+        load_policy(make_spec(trainer={"attention": attention}), tmp_path / "gemma")
