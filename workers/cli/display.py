@@ -189,9 +189,9 @@ def _is_worth_a_line(progress: RunProgress) -> bool:
 def _head(run_id: str, progress: RunProgress, elapsed_s: float) -> Text:
     paused = progress.paused and not progress.state.is_terminal
     state = "paused" if paused else progress.state.value
-    text = Text.assemble(
-        (run_id, "bold"), "  ", (state, _STATE_STYLE[progress.state]), f"  {progress.stage}"
-    )
+    text = Text.assemble((run_id, "bold"), "  ", (state, _STATE_STYLE[progress.state]))
+    if progress.stage != state:
+        text.append(f"  {progress.stage}")
     text.append(f"  {duration(elapsed_s)} elapsed", style="dim")
     remaining = eta_s(progress)
     if remaining is not None and not progress.state.is_terminal:

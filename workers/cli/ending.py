@@ -122,10 +122,9 @@ def _verdict(ending: Ending) -> list[str]:
         lines.append(f"  reward      {ending.reward_first:.3f} -> {ending.reward_last:.3f}")
     evaluations = ending.history.evaluations
     if evaluations:
-        (first, before), (last, after) = evaluations[0], evaluations[-1]
-        lines.append(
-            f"  evaluation  {before:.3f} after update {first} -> {after:.3f} after update {last}"
-        )
+        ends = dict.fromkeys((evaluations[0], evaluations[-1]))
+        text = " -> ".join(f"{reward:.3f} after update {update}" for update, reward in ends)
+        lines.append(f"  evaluation  {text}")
     return lines
 
 
