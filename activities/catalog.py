@@ -46,19 +46,19 @@ class ControlActivities:
     @activity.defn
     async def claim(self, request: RunRequest) -> ClaimResult:
         """See ``lifecycle.claim``."""
-        with translated():
+        with translated(activity.info().attempt):
             return await beating(lifecycle.claim(request, await server_facts()), "claim")
 
     @activity.defn
     async def record(self, request: RecordRequest) -> None:
         """See ``lifecycle.record``."""
-        with translated():
+        with translated(activity.info().attempt):
             await beating(lifecycle.record(request), "record")
 
     @activity.defn
     async def revoke(self, request: RevokeRequest) -> None:
         """See ``lifecycle.revoke``."""
-        with translated():
+        with translated(activity.info().attempt):
             await beating(lifecycle.revoke(request, self._site), "revoke")
 
     def all(self) -> Sequence[Callable[..., Any]]:
@@ -75,43 +75,43 @@ class FleetActivities:
     @activity.defn
     async def prepare(self, request: PrepareRequest) -> PrepareReport:
         """See ``activities.prepare``."""
-        with translated():
+        with translated(activity.info().attempt):
             return await prepare(self._site, request, _token(request))
 
     @activity.defn
     async def collect(self, request: CollectRequest) -> RolloutCollection:
         """See ``activities.collect``."""
-        with translated():
+        with translated(activity.info().attempt):
             return await collect(self._site, request, _token(request))
 
     @activity.defn
     async def optimize(self, request: OptimizeRequest) -> UpdateReport:
         """See ``activities.optimize``."""
-        with translated():
+        with translated(activity.info().attempt):
             return await optimize(self._site, request, _token(request))
 
     @activity.defn
     async def publish(self, request: PublishRequest) -> PublicationReport:
         """See ``activities.publish``."""
-        with translated():
+        with translated(activity.info().attempt):
             return await publish(self._site, request, _token(request))
 
     @activity.defn
     async def checkpoint(self, request: CheckpointRequest) -> CheckpointRef:
         """See ``activities.checkpoint``."""
-        with translated():
+        with translated(activity.info().attempt):
             return await checkpoint(self._site, request, _token(request))
 
     @activity.defn
     async def evaluate(self, request: EvaluateRequest) -> EvaluationReport:
         """See ``activities.evaluate``."""
-        with translated():
+        with translated(activity.info().attempt):
             return await evaluate(self._site, request, _token(request))
 
     @activity.defn
     async def export(self, request: ExportRequest) -> ExportReport:
         """See ``activities.export``."""
-        with translated():
+        with translated(activity.info().attempt):
             return await export(self._site, request, _token(request))
 
     def all(self) -> Sequence[Callable[..., Any]]:

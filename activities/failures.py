@@ -5,31 +5,48 @@ Temporal stores a failure as a type string, a message and whether a retry may he
 """
 
 import errno
-from collections.abc import Iterator
-from contextlib import contextmanager
+from types import TracebackType
 
-from temporalio.exceptions import ApplicationError
+from temporalio.exceptions import ApplicationError, FailureError
 
 from models.errors import PerdureError, StorageFull, all_errors
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+DEFECT_ATTEMPTS = 5
+"""Attempts after which an exception outside the tree is final: it is a defect, or something that a
+few seconds do not heal."""
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-@contextmanager
-def translated() -> Iterator[None]:
-    """Leave the block with Temporal's form of any ``PerdureError`` or full device.
+class translated:
+    """Leave the block with Temporal's form of whatever was raised in it.
 
-    Other exceptions pass unchanged: they are defects and Temporal retries them a bounded number of
-    times under their class name.
+    A ``PerdureError`` keeps its type and says itself whether a retry can help. A full device is
+    ``StorageFull``. Any other exception is retried under its class name, a few times only.
     """
-    try:
-        yield
-    except PerdureError as error:
-        raise to_application_error(error) from error
-    except OSError as error:
-        if error.errno not in _FULL:
-            raise
-        raise to_application_error(StorageFull(_full_message(error))) from error
+
+    def __init__(self, attempt: int) -> None:
+        self._attempt = attempt
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if not isinstance(error, Exception) or isinstance(error, FailureError):
+            return
+        if isinstance(error, PerdureError):
+            raise to_application_error(error) from error
+        if isinstance(error, OSError) and error.errno in _FULL:
+            raise to_application_error(StorageFull(_full_message(error))) from error
+        if self._attempt >= DEFECT_ATTEMPTS:
+            raise ApplicationError(
+                f"{error} (attempt {self._attempt})", type=type(error).__name__, non_retryable=True
+            ) from error
 
 
 def to_application_error(error: PerdureError) -> ApplicationError:

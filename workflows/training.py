@@ -51,9 +51,8 @@ class Training:
         """Run to an end. Fails with the type of the error that ended it."""
         if self._stages.progress.run is None:
             await self._claim()
-        elsewhere = workflow.info().task_queue != self._stages.progress.fleet_queue
-        if elsewhere and not self._calls.cancelled:
-            await self._continue_as_new(self._stages.progress.fleet_queue)
+            if not self._calls.cancelled:
+                await self._continue_as_new()
         state, failure = await self._supervise()
         self._closing = True
         await self._stages.finish(state, failure)
@@ -109,13 +108,18 @@ class Training:
             if step in _ENDS:
                 return _ENDS[step]
             if step is loop.Step.CONTINUE_AS_NEW:
-                await self._continue_as_new(workflow.info().task_queue)
+                await self._continue_as_new()
             await stages.take(step)
 
-    async def _continue_as_new(self, task_queue: str) -> NoReturn:
-        """Start a fresh history with the progress carried over, the fleet untouched."""
+    async def _continue_as_new(self) -> NoReturn:
+        """Start a fresh history on the fleet's queue, progress carried over, fleet untouched.
+
+        The queue comes from the progress and not from ``workflow.info()``, which names the queue
+        of whoever replays.
+        """
         await workflow.wait_condition(workflow.all_handlers_finished, timeout=DRAIN_TIMEOUT)
-        workflow.continue_as_new(self._stages.carried(), task_queue=task_queue)
+        queue = self._stages.progress.fleet_queue
+        workflow.continue_as_new(self._stages.carried(), task_queue=queue)
 
     @workflow.query(description="What the run has done so far, and the stage that it awaits.")
     def progress(self) -> RunProgress:

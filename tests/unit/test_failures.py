@@ -1,5 +1,6 @@
 """The error tree at Temporal's boundary."""
 
+import asyncio
 import errno
 import pickle
 
@@ -14,9 +15,15 @@ from temporalio.exceptions import (
     TimeoutType,
 )
 
-from activities.failures import from_application_error, to_application_error, translated
+from activities.failures import (
+    DEFECT_ATTEMPTS,
+    from_application_error,
+    to_application_error,
+    translated,
+)
 from models.errors import PerdureError, StorageFull, all_errors
-from workflows.options import STAGES
+from models.run import LoopPlan
+from workflows.options import PUBLISH, STAGES
 from workflows.recovery import classify
 
 
@@ -41,7 +48,7 @@ def test_a_foreign_failure_is_not_invented() -> None:
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_device_is_storage_full(number: int) -> None:
-    with pytest.raises(ApplicationError) as error, translated():
+    with pytest.raises(ApplicationError) as error, translated(1):
         raise OSError(number, "No space left on device", "/data/x")
     assert error.value.type == StorageFull.type_name()
     assert error.value.non_retryable
@@ -49,8 +56,20 @@ def test_a_full_device_is_storage_full(number: int) -> None:
 
 
 def test_other_errors_pass_unchanged() -> None:
-    with pytest.raises(FileNotFoundError), translated():
+    with pytest.raises(FileNotFoundError), translated(1):
         raise FileNotFoundError(errno.ENOENT, "no such file", "/x")
+    with pytest.raises(asyncio.CancelledError), translated(9):
+        raise asyncio.CancelledError
+
+
+def test_a_defect_is_not_retried_for_ever() -> None:
+    with pytest.raises(KeyError), translated(DEFECT_ATTEMPTS - 1):
+        raise KeyError("colour")
+    with pytest.raises(ApplicationError) as error, translated(DEFECT_ATTEMPTS):
+        raise KeyError("colour")
+    assert error.value.non_retryable
+    assert error.value.type == "KeyError"
+    assert "colour" in error.value.message
 
 
 def activity_error(cause: BaseException) -> ActivityError:
@@ -96,9 +115,6 @@ def test_every_stage_is_bounded(stage: object) -> None:
 
 
 def test_the_multiplier_scales_work_and_not_heartbeats() -> None:
-    from models.run import LoopPlan
-    from workflows.options import PUBLISH
-
     plan = LoopPlan(num_rollouts=1, infra_timeout_multiplier=5.0, heartbeat_timeout_s=7.0)
     config = PUBLISH.config(plan, "")
     assert config["start_to_close_timeout"].total_seconds() == 5 * 600

@@ -1,6 +1,7 @@
 """Runs of the real workflow and activities on the session's server, with the fleet faked."""
 
 import asyncio
+import os
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
@@ -9,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from temporalio.client import Client, WorkflowFailureError, WorkflowHandle
+from temporalio.client import Client, WorkflowFailureError, WorkflowHandle, WorkflowHistory
 from temporalio.exceptions import ApplicationError
+from temporalio.worker import Replayer
 
 from activities.catalog import ControlActivities, FleetActivities
 from activities.storage import layout
@@ -18,6 +20,8 @@ from activities.storage.store import Store
 from configs.load import resolve_document
 from models.run import RunOutcome, RunProgress, RunRequest
 from tests.support.fake_fleet import FakeFleet, ListTracker, site_of
+from tests.support.histories import write_history
+from workers.plugin import perdure_plugin
 from workers.serving import build_worker
 from workflows.options import CONTROL_QUEUE, fleet_queue
 from workflows.training import Training
@@ -32,6 +36,7 @@ class Stage:
     name: str
     fleet: FakeFleet
     tracker: ListTracker = field(default_factory=ListTracker)
+    handles: list[WorkflowHandle[Any, Any]] = field(default_factory=list)
 
     @property
     def store(self) -> Store:
@@ -63,9 +68,24 @@ class Stage:
     async def start(self, document: dict[str, Any] | None = None) -> WorkflowHandle[Any, Any]:
         """Start the run as a user does."""
         request = RunRequest(config=self.document() if document is None else document)
-        return await self.client.start_workflow(
+        handle = await self.client.start_workflow(
             Training.run, request, id=f"train/{self.name}", task_queue=CONTROL_QUEUE
         )
+        self.handles.append(handle)
+        return handle
+
+    async def histories(self) -> list[WorkflowHistory]:
+        """Every history of every start, along continue-as-new."""
+        found = []
+        for handle in self.handles:
+            run_id = handle.first_execution_run_id
+            while run_id:
+                each = self.client.get_workflow_handle(handle.id, run_id=run_id)
+                history = await each.fetch_history()
+                found.append(history)
+                ended = history.events[-1].workflow_execution_continued_as_new_event_attributes
+                run_id = ended.new_execution_run_id
+        return found
 
     async def run(self, document: dict[str, Any] | None = None) -> RunOutcome:
         """Start the run and wait for its outcome."""
@@ -116,11 +136,29 @@ def temporal_client_session(temporal: Any) -> Client:
     return client
 
 
+RECORD_VARIABLE = "PERDURE_RECORD_HISTORIES"
+"""A folder: every history of every test is written there, for new replay fixtures."""
+
+
+async def check_replay(stage: Stage, test: str) -> None:
+    """Replay what the test ran: the workflow must be a function of its history."""
+    replayer = Replayer(workflows=[Training], plugins=[perdure_plugin()])
+    for index, history in enumerate(await stage.histories()):
+        await replayer.replay_workflow(history)
+        if folder := os.environ.get(RECORD_VARIABLE):
+            target = Path(folder, f"{test}-{index}.json")
+            await asyncio.to_thread(write_history, history, target, stage.root)
+
+
 @pytest.fixture
 async def make_stage(
-    temporal_client: Client, control_worker: None, tmp_path: Path
+    temporal_client: Client,
+    control_worker: None,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
 ) -> AsyncIterator[Callable[..., Any]]:
     """Makes a run with a fleet of its own and a worker on that fleet's queue."""
+    stages: list[Stage] = []
     async with AsyncExitStack() as workers:
 
         async def make(num_engines: int = 1) -> Stage:
@@ -131,9 +169,12 @@ async def make_stage(
             await workers.enter_async_context(
                 build_worker(temporal_client, fleet_queue(name), activities)
             )
+            stages.append(stage)
             return stage
 
         yield make
+    for each in stages:
+        await check_replay(each, request.node.originalname)
 
 
 @pytest.fixture
