@@ -180,5 +180,5 @@ class WeightStore:
 
 def tensor_checksum(tensor: torch.Tensor) -> str:
     """xxh3_64 of a tensor's bytes in row-major order, 16 hex digits."""
-    data = tensor.contiguous().view(-1).view(torch.uint8).numpy()
-    return xxhash.xxh3_64_hexdigest(memoryview(data))
+    data = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+    return xxhash.xxh3_64_hexdigest(data)
