@@ -149,3 +149,14 @@ def test_an_error_is_shown_while_the_run_cleans_up() -> None:
     stream = io.StringIO()
     Console(file=stream, width=100).print(panel("train/a", failing, "", 0.0, None))
     assert expected in stream.getvalue()
+
+
+def test_a_resumed_run_does_not_repeat_what_an_earlier_attempt_did() -> None:
+    fresh = RunProgress(stage="claim")
+    resumed = progress(3, state="preparing", stage="prepare", reward_recent=())
+    going_on = progress(4, reward_recent=(0.5,))
+    assert lines_of([(fresh, ""), (resumed, ""), (going_on, "")]) == [
+        "preparing: claim",
+        "preparing: prepare",
+        "update 4/10 reward 0.500 lag 1 1,234 tokens/s 2.00 s/update",
+    ]

@@ -97,8 +97,8 @@ class PlainReporter:
             self._once(note)
         if progress is None:
             return
-        if self._updates < 0:
-            self._updates = progress.next_update
+        if self._updates < 0 or progress.state is RunState.PREPARING:
+            self._updates = progress.next_update  # finished before this was watched
         for update in range(self._updates, progress.next_update):
             self._line(update_line(progress, update))
         self._updates = max(self._updates, progress.next_update)
