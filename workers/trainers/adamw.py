@@ -38,7 +38,7 @@ def clip_gradients(parameters: Sequence[nn.Parameter], limit: float) -> float:
     gradients = [p.grad for p in parameters if p.grad is not None]
     norm = float(torch.nn.utils.get_total_norm(gradients, foreach=True))
     if not math.isfinite(norm):
-        raise NonFiniteLoss(f"the gradient norm is {norm}; the weights were not changed")
+        raise NonFiniteLoss(f"the gradient norm is {norm}; the optimizer step was not taken")
     if 0 < limit < norm:
         torch._foreach_mul_(gradients, limit / (norm + 1e-6))
     return norm

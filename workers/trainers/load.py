@@ -24,6 +24,11 @@ def load_policy(spec: RunSpec, model_dir: Path) -> Any:
     Raises:
         ConfigurationError: the model cannot be trained with packed rows.
     """
+    if spec.core.max_context_length - 1 > spec.trainer.micro_batch_tokens:
+        raise ConfigurationError(
+            f"a sample of core.max_context_length = {spec.core.max_context_length} tokens does not "
+            f"fit trainer.micro_batch_tokens = {spec.trainer.micro_batch_tokens}; raise the latter"
+        )
     try:
         model = load_model(model_dir, attention=spec.trainer.attention)
     except (ValueError, OSError, ImportError) as error:

@@ -217,7 +217,7 @@ class LocalTrainer:
             )
             self._backward(batch, plan, old, tally)
             if index == 0:
-                self._check_agreement(batch, old, steps)
+                self._check_agreement(batch, old)
             metrics = self._step()
         return metrics
 
@@ -271,11 +271,9 @@ class LocalTrainer:
         tally.step_losses.append(total)
         tally.step_policy_losses.append(policy)
         if not math.isfinite(total):
-            raise NonFiniteLoss(f"the loss is {total}; the weights were not changed")
+            raise NonFiniteLoss(f"the loss is {total}; the optimizer step was not taken")
 
-    def _check_agreement(
-        self, batch: TrainingBatch, old: Tensor, steps: Sequence[StepPlan]
-    ) -> None:
+    def _check_agreement(self, batch: TrainingBatch, old: Tensor) -> None:
         """Compare trainer and behavior log-probs before the first weights change."""
         limit = self.spec.core.max_train_rollout_logprob_abs_diff
         seen = ~old.isnan()

@@ -82,7 +82,7 @@ def make_spec(tmp_path: Path) -> MakeSpec:
                 "use_tis": True,
             },
             "optimizer": {"learning_rate": 1e-2},
-            "core": {"max_policy_lag": 8},
+            "core": {"max_policy_lag": 8, "max_context_length": 16},
             "trainer": {"num_threads": 1},
             "inference": {"dtype": "float32", "max_response_length": 8},
         }

@@ -359,3 +359,9 @@ def test_capped_logits_are_refused(make_spec, tmp_path, attention):
     Gemma2ForCausalLM(config).save_pretrained(tmp_path / "gemma")
     with pytest.raises(ConfigurationError, match=r"cannot be (trained with packed rows|loaded)"):
         load_policy(make_spec(trainer={"attention": attention}), tmp_path / "gemma")
+
+
+def test_a_context_that_does_not_fit_a_micro_batch_is_refused_before_loading(make_spec, tmp_path):
+    spec = make_spec(core={"max_context_length": 66}, trainer={"micro_batch_tokens": 64})
+    with pytest.raises(ConfigurationError, match=r"trainer\.micro_batch_tokens = 64; raise"):
+        load_policy(spec, tmp_path / "never-read")
