@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 
 from workers.engines.native.sampler import SamplingRows, sample, uniforms
@@ -123,3 +124,12 @@ def test_mixed_rows_keep_their_own_parameters() -> None:
     assert chosen[1] == logits[1].argmax()
     assert chosen[2] == logits[2].argmax()
     assert chosen[[0, 3]].tolist() == alone[[0, 3]].tolist()
+
+
+def test_broken_weights_give_a_nan_logprob_and_spare_the_neighbors() -> None:
+    logits = torch.zeros(2, 320)
+    logits[0] = float("nan")
+    chosen, logprobs = sample(logits, rows(2), plain=True)
+    assert bool(((chosen >= 0) & (chosen < 320)).all())
+    assert math.isnan(logprobs[0])
+    assert logprobs[1].item() == pytest.approx(-math.log(320), abs=1e-5)

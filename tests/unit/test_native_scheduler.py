@@ -268,6 +268,32 @@ def test_queue_limit_and_time_outs(tmp_path: Path) -> None:
     assert "runs" not in bench.events
 
 
+def test_running_time_out_frees_the_slot(tmp_path: Path) -> None:
+    bench = Bench(write_model(tmp_path / "m"), "--req-running-timeout", "60")
+    for rid in ("slow", "next"):
+        bench.scheduler.add(ask(rid, [5, 6, 7], stop_token_ids=(), max_new_tokens=20))
+    bench.turns(2)
+    bench.scheduler.running[0].started -= 61
+    bench.turns()
+    assert bench.events["slow"] == Refused(503, "Request running timeout reached.")
+    assert len(bench.finished("next").output_ids) == 20
+
+
+def test_a_half_copied_update_is_no_known_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(write_model(tmp_path / "m"))
+
+    def fail(_: Path) -> None:
+        raise OSError("disk gone")
+
+    monkeypatch.setattr(bench.core.weights, "load", fail)
+    result = bench.core.update(tmp_path / "m", "v1", flush_cache=True)
+    assert not result.success
+    assert "partially updated" in result.message
+    assert bench.scheduler.weight_version == "unknown"
+
+
 def test_update_refuses_other_shapes_and_keeps_the_old_weights(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "m")
     bench = Bench(folder)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from models.errors import ConfigurationError
 from workers.engines.native.decoder import Decoder
@@ -20,6 +21,8 @@ from workers.engines.native.weights import WeightStore
 
 logger = logging.getLogger(__name__)
 
+UNKNOWN_VERSION = "unknown"
+"""Weight version after an update that failed half-way, until the next good one."""
 THROUGHPUT_WINDOW_S = 1.0
 """``gen_throughput`` is the rate over at least this much time."""
 
@@ -49,8 +52,6 @@ class Core:
         self.shape, self.model_path = shape, options.model_path
         self.weights = WeightStore(shape, dtype)
         self.weights.load(options.model_path)
-        self.torn = False
-        """An update failed half-way: the weights are a mixture until the next good update."""
         cache = KvCache(shape, dtype, options.kv_budget_mib * 2**20, options.return_routed_experts)
         fixed = context_length if options.deterministic else None
         if not cache.fits(options.max_running_requests if fixed else 1, fixed or context_length):
@@ -105,19 +106,21 @@ class Core:
             )
             return UpdateResult(False, message, held)
         try:
-            found = read_model_shape(folder)
-            if found.model_type != self.shape.model_type:
-                raise ConfigurationError(f"{folder} is a {found.model_type} model")
-            self.torn = True
+            if (folder / "config.json").is_file():
+                found = read_model_shape(folder)
+                if found.model_type != self.shape.model_type:
+                    raise ConfigurationError(f"{folder} is a {found.model_type} model")
             self.weights.load(folder)
         except ConfigurationError as error:
             # Raised before the first copy.
-            self.torn = False
             return UpdateResult(False, f"Failed to get weights iterator: {error.message}.", held)
-        except (OSError, RuntimeError) as error:
-            message = f"Update failed: {error}. The weights may be partially updated."
+        except (OSError, RuntimeError, SafetensorError) as error:
+            # The weights are a mixture; no client may take them for a version that it knows.
+            self.scheduler.weights_changed(UNKNOWN_VERSION)
+            message = (
+                f"{error}. The weights are partially updated. Please discard the whole weights."
+            )
             return UpdateResult(False, message, held)
-        self.torn = False
         self.model_path = folder
         self.scheduler.weights_changed(version)
         message = "Succeeded to update model weights."

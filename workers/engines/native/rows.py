@@ -26,6 +26,10 @@ class Rows:
     holds_back_stops: bool = False
     """Some live row has ``min_new_tokens``."""
     watched: list[Request] = field(default_factory=list)
+    max_need: int = 0
+    """KV positions that the longest live request can grow to."""
+    changed: bool = False
+    """Rows came or went since the last ``refresh``."""
 
     def __post_init__(self) -> None:
         self.integers = {name: torch.zeros(self.size, dtype=torch.int64) for name in INTEGERS}
@@ -66,7 +70,7 @@ class Rows:
         self.floats["top_p"][slot] = sampling.top_p
         self.floats["min_p"][slot] = sampling.min_p
         self._set_stops(slot, sampling.stop_token_ids)
-        self.refresh()
+        self.changed = True
 
     def drop(self, slot: int) -> int | None:
         """Forget the request of ``slot``; the last one takes its place.
@@ -85,11 +89,15 @@ class Rows:
         # An inert row that is still computed (fixed shapes) must stay inside the cache.
         self.integers["token"][last] = 0
         self.integers["position"][last] = 0
-        self.refresh()
+        self.changed = True
         return source
 
     def refresh(self) -> None:
-        """Recompute what depends on who is running."""
+        """Recompute what depends on who is running, if that changed."""
+        if not self.changed:
+            return
+        self.changed = False
+        self.max_need = max((request.need for request in self.requests), default=0)
         self.plain = all(request.sampling.plain for request in self.requests)
         self.holds_back_stops = any(r.sampling.min_new_tokens > 0 for r in self.requests)
         self.watched = [request for request in self.requests if request.watched]

@@ -111,7 +111,10 @@ def _invert(probabilities: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
 def _first_above(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """First index [n, 1] with cumulative > target; rounding never leads past the last mass."""
     inside = torch.minimum(target, cumulative[:, -1:] * (1 - 2.0**-23)).clamp_(min=0.0)
-    return torch.searchsorted(cumulative, inside, right=True)
+    found = torch.searchsorted(cumulative, inside, right=True)
+    # NaN logits (broken weights) are found nowhere: the answer then carries a NaN log-prob,
+    # which clients refuse, instead of an engine that dies.
+    return found.clamp_(max=cumulative.shape[1] - 1)
 
 
 def _restricted(

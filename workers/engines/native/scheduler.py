@@ -134,8 +134,11 @@ class Scheduler:
         return self.num_requests() > 0
 
     def _admit(self) -> None:
+        if not self.waiting:
+            return
         picked: list[Request] = []
-        width = max((request.need for request in self.running), default=0)
+        self.rows.refresh()
+        width = self.rows.max_need
         while self.waiting and len(self.running) + len(picked) < self.limits.max_running:
             width = max(width, self.waiting[0].need)
             # The first request always fits: longer ones are refused before they get here.
@@ -158,8 +161,8 @@ class Scheduler:
         rows, n = self.rows, len(self.running)
         computed = n if self._fixed_length is None else rows.size
         positions = rows.column("position", computed)
-        need = max(request.need for request in rows.requests)
-        self._make_room(n, int(positions.max()) + 1, need, n)
+        rows.refresh()
+        self._make_room(n, int(positions.max()) + 1, rows.max_need, n)
         tokens = rows.column("token", computed)
         logits = self.decoder.decode(tokens, positions, self.cache)[:n].float()
         if rows.holds_back_stops:

@@ -39,6 +39,8 @@ class EngineServer:
         limit = shape.max_positions
         self.context_length = min(options.context_length or limit, limit)
         self._options = options
+        if options.context_length is not None and options.context_length > limit:
+            logger.warning("--context-length is cut to the model's own limit of %d tokens", limit)
         codec = TextCodec(options.model_path)
         self._gate = Gate()
         bounds = Bounds(shape.vocab_size, self.context_length, shape.eos_token_ids, codec)
