@@ -1,31 +1,26 @@
-"""A Ray head of the session's own and tiny real runs on it."""
+"""A Ray head of the session's own, a fleet on it, and runs that end with their test."""
 
 import asyncio
 import os
 import secrets
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from fleet_rig import Run
 
-from activities.storage import layout
-from activities.storage.lease import Owner, claim_epoch
-from activities.storage.store import Store
-from configs.load import resolve_document
-from models.ids import FenceToken, RunRef
-from models.run import PrepareRequest
 from workers.fleet import RayFleet
+from workers.sources.model import prepare_model
 
-RAY_START_TIMEOUT_S = 60.0
+RAY_START_TIMEOUT_S = 50.0
 
 
 def free_port() -> int:
@@ -86,60 +81,6 @@ def ray_address() -> Iterator[str]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def tiny_document(root: Path, name: str, **sections: dict[str, Any]) -> dict[str, Any]:
-    """A run that is prepared in a second: 1 layer, width 32, no warm-up."""
-    document: dict[str, Any] = {
-        "schema_version": 1,
-        "name": name,
-        "model": {
-            "source": "tiny",
-            "tiny": {"hidden_size": 32, "num_layers": 1, "warmup_accuracy": 0.0},
-        },
-        "output": {"root": str(root)},
-        "data": {
-            "tasks": [
-                {
-                    "task": "reverse_word",
-                    "train_count": 64,
-                    "eval_count": 8,
-                    "params": {"letters": 3},
-                }
-            ]
-        },
-        "training": {"num_rollouts": 8, "rollout_batch_size": 4, "samples_per_prompt": 2},
-        "optimizer": {"learning_rate": 1e-3},
-        "core": {"max_context_length": 64, "filter_zero_std_groups": False},
-        "inference": {"dtype": "float32", "max_response_length": 5, "num_engines": 2},
-    }
-    for key, values in sections.items():
-        document[key] = {**document.get(key, {}), **values}
-    return document
-
-
-class Run:
-    """One run on disk, claimed; makes tokens and requests."""
-
-    def __init__(self, root: Path, name: str, **sections: dict[str, Any]) -> None:
-        loaded = resolve_document(tiny_document(root, name, **sections), origin="test")
-        self.spec = loaded.spec
-        self.store = Store(str(root))
-        self.store.write_json(layout.RESOLVED_CONFIG, loaded.document)
-        self.ref = RunRef(run_id=f"train/{name}", root=str(root), spec_sha256=loaded.sha256)
-        self.epoch = self.claim()
-
-    def claim(self) -> int:
-        """Take the next epoch, as the start of a run or a rebuild does."""
-        owner = Owner(run_id=self.ref.run_id, namespace="default", cluster_id="test")
-        self.epoch = claim_epoch(self.store, owner)
-        return self.epoch
-
-    def token(self, update: int = 0, attempt: int = 1) -> FenceToken:
-        return FenceToken(epoch=self.epoch, update=update, attempt=attempt)
-
-    def request(self, **fields: Any) -> PrepareRequest:
-        return PrepareRequest(run=self.ref, epoch=self.epoch, **fields)
-
-
 @pytest.fixture(scope="session")
 async def fleet(ray_address: str) -> AsyncIterator[RayFleet]:
     """The session's fleet; one driver in this process."""
@@ -149,27 +90,27 @@ async def fleet(ray_address: str) -> AsyncIterator[RayFleet]:
     await made.close()
 
 
+@pytest.fixture(scope="session")
+async def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A warmed-up tiny model that every run of the session starts from."""
+    run = Run(tmp_path_factory.mktemp("model"), "model")
+    prepared = await asyncio.to_thread(prepare_model, run.spec, run.store)
+    return prepared.path
+
+
 @pytest.fixture
-async def make_run(fleet: RayFleet, tmp_path: Path) -> AsyncIterator[Callable[..., Run]]:
+async def make_run(
+    fleet: RayFleet, model_folder: Path, tmp_path: Path
+) -> AsyncIterator[Callable[..., Run]]:
     """Makes runs that are torn down after the test."""
     made: list[Run] = []
 
     def make(**sections: dict[str, Any]) -> Run:
         name = f"t{secrets.token_hex(4)}"
-        made.append(Run(tmp_path / name, name, **sections))
+        model = {"source": str(model_folder), "tiny": None}
+        made.append(Run(tmp_path / name, name, **{"model": model, **sections}))
         return made[-1]
 
     yield make
     for run in made:
         await fleet.teardown(run.ref)
-
-
-async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float = 20.0) -> None:
-    """Wait until ``condition`` holds; fails at the deadline."""
-    async with asyncio.timeout(timeout_s):
-        while not await condition():
-            await asyncio.sleep(0.02)
-
-
-def kill(pid: int) -> None:
-    os.kill(pid, signal.SIGKILL)

@@ -29,10 +29,13 @@ class ProducerActor:
         enter(order, self._spec, threads=1)
         self._producer: RolloutProducer | None = None
 
-    async def start(self, token: FenceToken, prepared: PreparedRun, state: DataState) -> ActorFacts:
-        """Read the prepared prompts and begin at ``state``; no engine is routed to yet."""
+    async def start(self, epoch: int, prepared: PreparedRun, state: DataState) -> ActorFacts:
+        """Read the prepared prompts and begin at ``state``; no engine is routed to yet.
+
+        Epochs before ``epoch`` are refused.
+        """
         producer = await asyncio.to_thread(_build, self._order, self._spec, prepared, state)
-        producer.revoke(token.epoch - 1)
+        producer.revoke(epoch - 1)
         self._producer = producer
         return await self.facts()
 

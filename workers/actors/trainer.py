@@ -39,8 +39,12 @@ class TrainerActor:
         self._broken = False
 
     @ray.method(concurrency_group="work")
-    def start(self, token: FenceToken, folder: str | None, clock: PolicyClock | None) -> ActorFacts:
-        """Load the prepared model, or the checkpoint in ``folder`` (relative) at ``clock``."""
+    def start(self, epoch: int, folder: str | None, clock: PolicyClock | None) -> ActorFacts:
+        """Load the prepared model, or the checkpoint in ``folder`` (relative) at ``clock``.
+
+        Epochs before ``epoch`` are refused. No update of it is fenced yet: the run may go on at an
+        earlier one than it had reached.
+        """
         from workers.trainers.guarded import GuardedTrainer
         from workers.trainers.local import LocalTrainer
 
@@ -48,8 +52,8 @@ class TrainerActor:
         trainer = LocalTrainer(self._spec, store.local_path(layout.PREPARED_MODEL))
         guarded = GuardedTrainer(trainer, store)
         if folder is not None and clock is not None:
-            guarded.restore(token, folder, clock)
-        guarded.revoke(token.epoch - 1)
+            guarded.restore(FenceToken(epoch=epoch, update=0, attempt=0), folder, clock)
+        guarded.revoke(epoch - 1)
         self._trainer, self._guarded = trainer, guarded
         return self.facts()
 

@@ -152,7 +152,7 @@ def _cause(error: Any) -> BaseException:
     cause = error.cause
     if not isinstance(cause, BaseException):
         return RuntimeError(str(error))
-    cause.add_note(f"raised inside an actor:\n{error.traceback_str}")
+    cause.add_note(f"raised inside an actor:\n{error}")
     return cause
 
 

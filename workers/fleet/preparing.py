@@ -181,7 +181,7 @@ async def _start_trainer(fleet: RunFleet, token: FenceToken, plan: _TrainerPlan)
     groups = {"concurrency_groups": CONCURRENCY_GROUPS}
     actor = await fleet.create("trainer", 0, TrainerActor, in_bundle(group, 0), groups)
     facts: ActorFacts = await actor.call(
-        "start", token, plan.folder, plan.clock, timeout_s=timeout_s
+        "start", token.epoch, plan.folder, plan.clock, timeout_s=timeout_s
     )
     await fleet.remember(facts.status)
     _log.info("trainer started", run=fleet.run.run_id, next_update=facts.next_update)
@@ -193,7 +193,7 @@ async def _start_producer(
 ) -> None:
     actor = await fleet.create("producer", 0, ProducerActor, {"num_cpus": PRODUCER_CPUS})
     facts: ActorFacts = await actor.call(
-        "start", token, prepared, state, timeout_s=await fleet.startup_timeout_s()
+        "start", token.epoch, prepared, state, timeout_s=await fleet.startup_timeout_s()
     )
     await fleet.remember(facts.status)
     _log.info("producer started", run=fleet.run.run_id, pending=len(state.pending))
