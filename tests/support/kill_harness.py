@@ -287,7 +287,11 @@ def write_config(path: Path, name: str, root: Path, model: Path, **settings: obj
             "save_interval": 6,
         },
         "optimizer": {"learning_rate": 1e-3, "lr_warmup_steps": 10},
-        "core": {"filter_zero_std_groups": False, "max_context_length": 64},
+        "core": {
+            "max_policy_lag": 1,
+            "filter_zero_std_groups": False,
+            "max_context_length": 64,
+        },
         "trainer": {"compute_dtype": "float32", "num_threads": 1},
         "inference": {
             "dtype": "float32",
