@@ -248,6 +248,9 @@ async def revoke(request: RevokeRequest, site: Site | None) -> None:
     await asyncio.to_thread(revoke_epoch, store, request.epoch)
     if site is None:
         return
-    await site.fleet.revoke(request.run, request.epoch)
-    if request.teardown:
-        await site.fleet.teardown(request.run)
+    try:
+        await site.fleet.revoke(request.run, request.epoch)
+    finally:
+        # A component that cannot be told is ended all the same.
+        if request.teardown:
+            await site.fleet.teardown(request.run)

@@ -51,6 +51,7 @@ async def run_gpu_worker(fleet: RayFleet, tracker: Tracker, fleet_name: str) -> 
     finally:
         reaping.cancel()
         await asyncio.gather(reaping, return_exceptions=True)
+        await fleet.close()
 
 
 async def _reap_forever(fleet: RayFleet, client: Client) -> None:
