@@ -1,11 +1,12 @@
 """Tiny real runs on a Ray head of the test session's own."""
 
 import asyncio
-import os
-import signal
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from activities.healing import route
 from activities.loading import load_engine
@@ -88,7 +89,13 @@ async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float = 20.
 
 
 def kill(pid: int) -> None:
-    os.kill(pid, signal.SIGKILL)
+    """SIGKILL, and return when the process runs no more."""
+    process = psutil.Process(pid)
+    process.kill()
+    deadline = time.monotonic() + 5
+    while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, f"process {pid} survives SIGKILL"
+        time.sleep(0.001)
 
 
 async def publish(fleet: RayFleet, run: Run, token: FenceToken, version: int) -> WeightsRef:

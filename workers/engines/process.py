@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
+
 from models.errors import EngineLost
 from workers.engines import leash
 
@@ -99,8 +101,8 @@ class ServerProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether it runs and nobody asked it to stop."""
-        return not self._exit.done() and not self._stopping
+        """Whether it runs and nobody asked it to stop; asks the system, not the event loop."""
+        return not self._exit.done() and not self._stopping and _runs(self._child.pid)
 
     async def wait_exit(self) -> ServerExit:
         """Return when the server has ended. Any number of callers may wait."""
@@ -176,6 +178,13 @@ def _read_ready(path: Path) -> dict[str, object] | None:
     except (FileNotFoundError, json.JSONDecodeError):
         return None
     return ready if isinstance(ready, dict) and "url" in ready else None
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _describe(returncode: int) -> str:

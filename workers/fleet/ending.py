@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import Awaitable, Callable
 
+import psutil
 import structlog
 
 from models.errors import PerdureError
@@ -19,6 +21,7 @@ from workers.fleet.run_fleet import LOST, RunFleet
 GRACE_S = 3.0
 """For a server's clean end and for components to close."""
 CLOSE_TIMEOUT_S = 8.0
+EXIT_TIMEOUT_S = 10.0
 RUN_ID_PREFIX = "train/"
 """Only namespaces of runs are ever reaped; a cluster may host other applications."""
 
@@ -93,12 +96,25 @@ async def _end(fleet: RunFleet, name: str) -> None:
     """A clean end within a deadline, then the kill. Errors of a dying actor do not matter."""
     role, rank = _parsed(name)
     actor = fleet.actor(role, rank)
+    facts = await fleet.facts(role, rank)
     with contextlib.suppress(PerdureError):
         if role == "engine":
             await actor.call("stop", GRACE_S, timeout_s=CLOSE_TIMEOUT_S)
         else:
             await actor.call("close", timeout_s=GRACE_S)
     await fleet.cluster.kill_named(fleet.run.run_id, name)
+    if facts is not None and facts.status.host == socket.gethostname():
+        await _until_gone({facts.actor_pid, facts.status.pid}, name)
+
+
+async def _until_gone(pids: set[int], name: str) -> None:
+    """Wait for processes of this host that were killed: they may still hold memory and files."""
+    deadline = asyncio.get_running_loop().time() + EXIT_TIMEOUT_S
+    while any(psutil.pid_exists(pid) for pid in pids):
+        if asyncio.get_running_loop().time() > deadline:
+            _log.warning("process survives its kill", actor=name, pids=sorted(pids))
+            return
+        await asyncio.sleep(0.01)
 
 
 def _parsed(name: str) -> tuple[str, int]:
