@@ -226,7 +226,7 @@ def account(root: Path) -> Accounting:
     """
     store = Store(str(root))
     rows: dict[int, dict[str, object]] = {}
-    for row in store.read_jsonl(layout.UPDATES):
+    for row in store.read_jsonl(layout.UPDATES).rows:
         rows[int(row["update"])] = row
     trained: list[tuple[int, str, int]] = []
     filtered = 0
