@@ -25,8 +25,9 @@ GRACEFUL_SHUTDOWN = timedelta(seconds=10)
 """Activities get this long to finish after SIGTERM; longer ones are retried on another worker,
 which attaches to the same actors. Keep a container's grace period above it."""
 
-STICKY_TIMEOUT = timedelta(seconds=2)
-"""How long a run waits for the worker that had it cached before any other takes it over."""
+STICKY_TIMEOUT = timedelta(seconds=1)
+"""How long a run waits for the worker that had it cached before any other takes it over. A false
+alarm costs one replay, and histories are short."""
 
 HEARTBEAT_THROTTLE = timedelta(seconds=1)
 """Bounds how late a cancellation reaches an activity."""

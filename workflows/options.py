@@ -68,7 +68,7 @@ class Stage(Generic[Request, Result]):
             ),
             heartbeat_timeout=timedelta(seconds=plan.heartbeat_timeout_s),
             retry_policy=RetryPolicy(
-                initial_interval=timedelta(seconds=1),
+                initial_interval=timedelta(seconds=0.5),
                 maximum_interval=timedelta(seconds=5),
                 maximum_attempts=self.max_attempts,
                 non_retryable_error_types=[*fatal_type_names(), PAYLOAD_TOO_LARGE],
