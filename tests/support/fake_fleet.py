@@ -2,11 +2,8 @@
 
 import asyncio
 import hashlib
-from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from typing import Any
 
 from activities.fencing import FenceGuard
 from activities.site import Site
@@ -14,7 +11,7 @@ from activities.storage.commit import read_marker
 from activities.storage.store import Store
 from activities.wire.digest import weights_digest
 from models.checkpoint import CheckpointFile
-from models.errors import PerdureError, ProducerLost, ServiceUnreachable, TrainerLost
+from models.errors import PerdureError, ProducerLost, TrainerLost
 from models.evaluation import EvaluateRequest, EvaluationReport, ExportReport
 from models.ids import FenceToken, RunRef
 from models.ports import ActorStatus, EngineHandle, StageProgress
@@ -23,46 +20,7 @@ from models.publication import WeightsRef
 from models.rollout import CollectionCounts, CollectRequest, RolloutCollection
 from models.run import PrepareReport, PrepareRequest
 from models.update import UpdateReport
-
-
-def checksums_of(version: int) -> dict[str, str]:
-    """What an engine that holds ``version`` answers."""
-    return {"model.weight": f"{version + 1:016x}"}
-
-
-@dataclass
-class Script:
-    """What shall happen at which call, and what did. A call is named like ``optimize 3``."""
-
-    log: list[str] = field(default_factory=list)
-    faults: dict[str, list[Exception]] = field(default_factory=dict)
-    gates: dict[str, asyncio.Event] = field(default_factory=dict)
-    _reached: dict[str, asyncio.Event] = field(default_factory=lambda: defaultdict(asyncio.Event))
-
-    def fail(self, call: str, *errors: Exception) -> None:
-        """Let the next calls of this name raise."""
-        self.faults.setdefault(call, []).extend(errors)
-
-    def hold(self, call: str) -> asyncio.Event:
-        """Let calls of this name wait until the returned event is set."""
-        return self.gates.setdefault(call, asyncio.Event())
-
-    async def reached(self, call: str) -> None:
-        """Wait until a call of this name has begun."""
-        await asyncio.wait_for(self._reached[call].wait(), 20)
-
-    async def play(self, call: str) -> None:
-        """Log the call, hold it at its gate, raise its fault."""
-        self.log.append(call)
-        self._reached[call].set()
-        try:
-            if call in self.gates:
-                await self.gates[call].wait()
-        except asyncio.CancelledError:
-            self.log.append(f"{call} cancelled")
-            raise
-        if self.faults.get(call):
-            raise self.faults[call].pop(0)
+from tests.support.fake_engines import FakeEngine, FakeEngineClient, Script, checksums_of
 
 
 class FakeTrainer:
@@ -226,65 +184,6 @@ class FakeProducer:
         except ProducerLost:
             self.alive = False
             raise
-
-
-@dataclass
-class FakeEngine:
-    """One engine server's state."""
-
-    name: str
-    url: str
-    incarnation: int = 0
-    alive: bool = True
-    version: int = -1
-    paused: bool = False
-    corrupt_loads: int = 0
-    """So many loads end with other bytes than were exported."""
-    loaded: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def handle(self) -> EngineHandle:
-        return EngineHandle(name=self.name, url=self.url, incarnation=self.incarnation)
-
-
-class FakeEngineClient:
-    """``EngineControl`` on a ``FakeEngine``."""
-
-    def __init__(self, engine: FakeEngine, script: Script) -> None:
-        self.engine, self.script = engine, script
-
-    def _answer(self) -> None:
-        if not self.engine.alive:
-            raise ServiceUnreachable(f"{self.engine.url}: connection refused")
-
-    async def model_info(self) -> dict[str, Any]:
-        self._answer()
-        return {"weight_version": str(self.engine.version)}
-
-    async def pause(self, mode: str) -> None:
-        self._answer()
-        self.engine.paused = True
-
-    async def resume(self) -> None:
-        self._answer()
-        self.engine.paused = False
-
-    async def update_weights_from_disk(self, path: str, version: int, timeout_s: float) -> None:
-        self._answer()
-        await self.script.play(f"load {self.engine.name} {version}")
-        self._answer()
-        self.engine.version = version
-        self.engine.loaded = checksums_of(version)
-        if self.engine.corrupt_loads:
-            self.engine.corrupt_loads -= 1
-            self.engine.loaded = {"model.weight": "dead"}
-
-    async def checksums(self) -> dict[str, str]:
-        self._answer()
-        return self.engine.loaded
-
-    async def aclose(self) -> None:
-        return None
 
 
 class FakeFleet:

@@ -30,7 +30,8 @@ from models.ids import FenceToken, RunRef
 from models.publication import PublishRequest, WeightsRef
 from models.rollout import CollectRequest
 from models.run import PrepareRequest
-from tests.support.fake_fleet import FakeFleet, checksums_of, site_of
+from tests.support.fake_engines import checksums_of
+from tests.support.fake_fleet import FakeFleet, site_of
 
 TOKEN = FenceToken(epoch=1, update=0, attempt=1)
 
