@@ -96,10 +96,21 @@ async def test_death_ends_a_pending_call_at_once_and_every_later_one(actor: Remo
 async def test_a_replaced_actor_is_found_again(cluster: RayCluster, actor: RemoteActor):
     await actor.call("facts")
 
-    await cluster.kill_named(RUN_ID, "trainer")
     await cluster.create(plain_actor(), RUN_ID, "trainer", {"num_cpus": 0}, {}, "second")
 
     assert (await actor.call("facts"))[0] == "second"
+
+
+async def test_creators_of_one_name_end_with_one_actor(cluster: RayCluster, actor: RemoteActor):
+    await asyncio.gather(
+        *(
+            cluster.create(plain_actor(), RUN_ID, "trainer", {"num_cpus": 0}, {}, tag)
+            for tag in ("second", "third")
+        )
+    )
+
+    assert (await actor.call("facts"))[0] in ("second", "third")
+    assert (await cluster.named_actors()).count((RUN_ID, "trainer")) == 1
 
 
 async def test_an_actor_that_never_was_is_lost(cluster: RayCluster):

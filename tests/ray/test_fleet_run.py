@@ -14,6 +14,7 @@ from activities.storage import layout
 from activities.wire.client import EngineClient
 from models.errors import ProducerLost, StaleFence, TrainerLost
 from models.rollout import CollectionManifest, CollectRequest
+from models.update import UpdateReport
 from workers.fleet import RayFleet
 from workers.fleet.folders import export_folders, scratch_folder
 from workers.source_digest import source_digest
@@ -140,6 +141,19 @@ async def test_another_worker_attaches_to_the_same_actors(
     assert {name: actor.pid for name, actor in (await statuses(other, run)).items()} == {
         name: actor.pid for name, actor in before.items()
     }
+    # An update that still runs when the other worker prepares is either refused or counted.
+    await publish(other, run, run.token(1), 1)
+    request = request.model_copy(
+        update={"epoch": run.epoch, "update": 1, "policy_version": 1, "consumed_through": 0}
+    )
+    collection = await other.producer(run.ref).collect(run.token(1, 2), request)
+    running = asyncio.ensure_future(fleet.trainer(run.ref).optimize(run.token(1, 3), 1, collection))
+    await asyncio.sleep(0.01)
+    run.claim()
+    report = await other.prepare(run.token(1), run.request(next_update=1))
+    (outcome,) = await asyncio.gather(running, return_exceptions=True)
+    assert isinstance(outcome, UpdateReport | StaleFence)
+    assert report.next_update == (2 if isinstance(outcome, UpdateReport) else 1)
     # A wish to start exactly from a checkpoint (here: none) overrides a living trainer.
     run.claim()
     report = await other.prepare(run.token(0), run.request(next_update=0, resume_exactly=True))

@@ -25,6 +25,8 @@ LEAVE_TIMEOUT_S = 10.0
 CONTROL_TIMEOUT_S = 30.0
 """For one call of Ray's control service; it answers in milliseconds when it lives."""
 NAME_POLL_S = 0.02
+CREATE_ATTEMPTS = 5
+"""A name may be taken between its release and its use, by one late competitor or two."""
 
 
 class RayCluster:
@@ -91,23 +93,32 @@ class RayCluster:
         class_options: dict[str, Any],
         *args: Any,
     ) -> Any:
-        """Create a detached named actor that Ray never restarts; waits for a name still in use.
+        """Create a detached named actor that Ray never restarts; an older one of the name ends.
 
         ``class_options`` are those that Ray takes for the class only (concurrency groups). The
         actor may be placed and started later: its first call tells.
         """
-        await self._until_free(namespace, name)
 
-        def make() -> Any:
+        def make() -> Any | None:
             import ray
+            from ray.exceptions import ActorAlreadyExistsError
 
-            return (
-                ray.remote(max_restarts=0, max_task_retries=0, **class_options)(actor_class)
-                .options(name=name, namespace=namespace, lifetime="detached", **options)
-                .remote(*args)
-            )
+            made = ray.remote(max_restarts=0, max_task_retries=0, **class_options)(actor_class)
+            placed = made.options(name=name, namespace=namespace, lifetime="detached", **options)
+            try:
+                return placed.remote(*args)
+            except ActorAlreadyExistsError:
+                return None
 
-        return await self.control(make, f"create actor {name}")
+        for _ in range(CREATE_ATTEMPTS):
+            await self.kill_named(namespace, name)
+            handle = await self.control(make, f"create actor {name}")
+            if handle is not None:
+                return handle
+            # A call that was cancelled in a thread has created it late.
+        raise ServiceUnreachable(
+            f"actor {name} of {namespace} is created again and again by another process"
+        )
 
     async def create_bound(self, actor_class: type, options: dict[str, Any], *args: Any) -> Any:
         """Create an actor without a name that ends with this process."""

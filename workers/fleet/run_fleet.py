@@ -83,7 +83,6 @@ class RunFleet:
             ServiceUnreachable: Ray did not start it in time.
         """
         name = actor_name(role, rank)
-        await self.cluster.kill_named(self.run.run_id, name)
         order = ActorOrder(
             run=self.run,
             role=role,
