@@ -309,3 +309,19 @@ def test_update_refuses_other_shapes_and_keeps_the_old_weights(tmp_path: Path) -
         assert str(bad) in result.message
     assert bench.core.checksums() == before
     assert bench.scheduler.weight_version == "default"
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [{"hidden_size": "wide"}, {"max_position_embeddings": None}, {"rope_scaling": "linear"}],
+)
+def test_update_from_a_folder_with_a_broken_config_is_refused(
+    tmp_path: Path, broken: dict[str, object]
+) -> None:
+    bench = Bench(write_model(tmp_path / "m"))
+    bad = write_model(tmp_path / "bad")
+    (bad / "config.json").write_text(json.dumps(CONFIG | broken))
+    result = bench.core.update(bad, "v9", flush_cache=True)
+    assert not result.success
+    assert str(bad / "config.json") in result.message
+    assert bench.scheduler.weight_version == "default"

@@ -82,6 +82,10 @@ def read_model_shape(folder: Path) -> ModelShape:
         return _shape(folder, config, model_type)
     except KeyError as error:
         raise ConfigurationError(f"{folder / 'config.json'}: key {error} is missing") from error
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise ConfigurationError(
+            f"{folder / 'config.json'}: a key holds a value of the wrong kind: {error}"
+        ) from error
 
 
 def _shape(folder: Path, config: dict[str, Any], family: str) -> ModelShape:
