@@ -41,8 +41,6 @@ class Request:
     """Monotonic seconds."""
     started: float = 0.0
     slot: int = -1
-    weights_epoch: int = -1
-    """The weight load under which this request's KV was computed."""
     num_retractions: int = 0
     cached_tokens: int = 0
     kept_ids: list[int] = field(default_factory=list)

@@ -56,7 +56,6 @@ class Scheduler:
         size = limits.max_running if fixed_length is None else self._fixed_rows(limits.max_running)
         self.rows = Rows(size)
         self.paused = False
-        self.weights_epoch = 0
         self.weight_version = ""
         self.generated_tokens = 0
         self._emit = emit
@@ -105,7 +104,6 @@ class Scheduler:
 
     def weights_changed(self, version: str | None) -> None:
         """KV computed so far must not serve new requests."""
-        self.weights_epoch += 1
         self._prefill.forget()
         if version is not None:
             self.weight_version = version
@@ -152,7 +150,6 @@ class Scheduler:
         now = time.monotonic()
         for request in picked:
             request.started = request.started or now
-            request.weights_epoch = self.weights_epoch
         self._prefill.run(picked, self.rows)
         done = [r for r in picked if r.sampling.max_new_tokens == 0]
         self._end_running((r, {"type": "length", "length": 0}) for r in done)
