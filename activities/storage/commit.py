@@ -162,6 +162,9 @@ def retain(
     (u + 1) % keep_every == 0, and always ``latest`` and the newest intact one. An older attempt's
     copy of an update and folders without a marker of epochs before ``latest``'s go too; damaged
     ones stay for inspection. A failed deletion is a warning only.
+
+    Raises ``StaleFence`` when ``latest``'s epoch no longer owns the root: a newer one may be
+    resuming from a folder that this one would delete.
     """
     places = _places(store)
     intact, unmarked = _sorted_out(store, places)
@@ -172,6 +175,7 @@ def retain(
         kept_updates.update(update for update in updates if (update + 1) % keep_every == 0)
     kept = {newest_of_update[update].folder for update in kept_updates} | {latest.folder}
     epoch = max((place.epoch for place in places if place.folder == latest.folder), default=0)
+    require_epoch(store, epoch)
     doomed = [place.folder for place in intact if place.folder not in kept]
     doomed += [place.folder for place in unmarked if place.epoch < epoch]
     return tuple(folder for folder in doomed if _deleted(store, folder))

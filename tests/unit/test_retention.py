@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 
 from activities.storage import commit, layout
+from activities.storage.lease import Owner, claim_epoch
 from activities.storage.store import Store
 from models.checkpoint import CheckpointRef, PolicyClock
-from models.errors import ConfigurationError
+from models.errors import ConfigurationError, StaleFence
 from models.ids import FenceToken, RunRef
 from models.prompt import DataState
 
@@ -117,3 +118,15 @@ def test_deletion_cut_short_leaves_nothing_that_counts(tmp_path: Path) -> None:
     newest = commit.newest_checkpoint(store)
     assert newest is not None
     assert newest.folder == latest.folder
+
+
+def test_an_epoch_that_lost_the_root_deletes_nothing(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    owner = Owner(run_id="r", namespace="default", cluster_id="c")
+    assert claim_epoch(store, owner) == 1
+    save(store, 4)
+    latest = save(store, 9)
+    assert claim_epoch(store, owner) == 2
+    with pytest.raises(StaleFence, match="epoch 2 owns the root"):
+        commit.retain(store, 1, None, latest)
+    assert updates_of(store) == [4, 9]
