@@ -41,7 +41,7 @@ class ProcessPool:
         """The worker's answer to ``task``. Raises ``WorkerFailed``."""
         line = json.dumps(task).encode() + b"\n"
         async with self._permits:
-            process = self._idle.pop() if self._idle else await self._start()
+            process = self._idle_worker() or await self._start()
             answer = None
             try:
                 answer = await self._exchange(process, line, self._budget_s)
@@ -57,6 +57,15 @@ class ProcessPool:
         self._idle.clear()
         for process in tuple(self._live):
             await self._kill(process)
+
+    def _idle_worker(self) -> asyncio.subprocess.Process | None:
+        """A live idle worker; one that was killed while idle must not cost an answer its score."""
+        while self._idle:
+            process = self._idle.pop()
+            if process.returncode is None:
+                return process
+            self._live.discard(process)
+        return None
 
     async def _start(self) -> asyncio.subprocess.Process:
         process = await asyncio.create_subprocess_exec(

@@ -3,6 +3,8 @@
 import asyncio
 import json
 import math
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -306,6 +308,16 @@ async def test_a_broken_worker_is_replaced(pool, what, message):
     with pytest.raises(WorkerFailed, match=message):
         await pool.call({"do": what})
     assert await pool.call({"value": 2}) == {"echo": 2}
+
+
+async def test_a_worker_killed_while_idle_costs_no_answer(pool):
+    assert await pool.call({"value": 1}) == {"echo": 1}
+    (idle,) = pool.pids
+    os.kill(idle, signal.SIGKILL)
+    (process,) = pool._live
+    await asyncio.wait_for(process.wait(), 10)
+    assert await pool.call({"value": 2}) == {"echo": 2}
+    assert idle not in pool.pids
 
 
 async def test_a_cancelled_call_does_not_shift_answers(pool):
