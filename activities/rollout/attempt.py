@@ -153,6 +153,9 @@ class GroupSampler:
         where = f"prompt group {draw.group_index}, request {rid}"
         if reason is FinishReason.ABORT:
             raise ContractViolation(f"{where}: finish_reason is abort: {meta.finish_reason}")
+        if answer.output_ids[-1] in self._eos_token_ids:
+            # An engine says "length" of an end token in the last allowed place; nothing was cut.
+            reason = FinishReason.STOP
         if meta.weight_version != str(version):
             raise ContractViolation(
                 f"{where}: weight_version is {meta.weight_version!r}, expected {version}: the "

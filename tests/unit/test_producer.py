@@ -269,6 +269,16 @@ async def test_without_the_rule_a_truncated_response_is_graded(rig):
     assert collection.metrics["rollout/truncated_ratio"] == 1.0
 
 
+async def test_an_end_token_in_the_last_allowed_place_is_no_truncation(rig):
+    rig.engine.script = rig.engine.saying("y\0", "length")
+    spec = rig.spec(core={"reward_zero_truncated": True}, inference={"max_response_length": 2})
+    producer = rig.producer(spec)
+    await producer.set_engines(token(), ONE)
+    collection = await collect(rig, producer)
+    assert collection.reward_mean == 1.0
+    assert collection.counts.truncated_samples == 0
+
+
 async def test_permits_limit_the_calls_of_all_engines(rig):
     producer = rig.producer(rig.spec(inference={"server_concurrency": 3}))
     await producer.set_engines(token(), tuple(rig.engines))
