@@ -14,6 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from activities.storage.atomic import make_folder
 from models.base import Carried
 from models.checkpoint import CheckpointFile, PolicyClock
 from models.errors import ContractViolation
@@ -40,7 +41,7 @@ def write_state(
     folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, state: TrainerState
 ) -> tuple[CheckpointFile, ...]:
     """Write the three files into ``folder`` (made if missing) and return their digests."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     write_tensors(folder / MODEL_FILE, named_weights(model))
     write_tensors(folder / OPTIMIZER_FILE, _optimizer_tensors(model, optimizer))
     with (folder / STATE_FILE).open("w") as file:
@@ -94,14 +95,14 @@ def _fill(path: Path, targets: Mapping[str, Tensor]) -> None:
 def _restore_moments(
     path: Path, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
 ) -> None:
-    """Rebuild the optimizer's state; a file without tensors is a trainer that never stepped."""
+    """Rebuild the optimizer's state; a parameter without tensors never had a gradient."""
     optimizer.state.clear()
     with safe_open(path, framework="pt") as file:
         names = set(file.keys())
-        if not names:
-            return
-        _same_names(path, names, {f"{key}.{name}" for name in parameters for key in _MOMENTS})
-        for name, parameter in parameters.items():
+        stepped = [name for name in parameters if f"{_MOMENTS[0]}.{name}" in names]
+        _same_names(path, names, {f"{key}.{name}" for name in stepped for key in _MOMENTS})
+        for name in stepped:
+            parameter = parameters[name]
             # a clone: the file's own pages must not stay mapped into the optimizer
             optimizer.state[parameter] = {
                 key: file.get_tensor(f"{key}.{name}").clone().to(parameter.device)

@@ -6,10 +6,13 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
+from activities.storage import atomic
 from models.checkpoint import PolicyClock
 from models.errors import ContractViolation
 from workers.trainers.local import LocalTrainer
+from workers.trainers.state import TrainerState, read_state, write_state
 
 
 def bits(trainer: LocalTrainer) -> dict[str, torch.Tensor]:
@@ -105,3 +108,33 @@ def test_a_missing_file_is_named(make_spec, model_dir, tmp_path):
     clock = PolicyClock(completed_steps=0, published_step=-1, next_rollout_id=0)
     with pytest.raises(ContractViolation, match=r"lacks optimizer\.safetensors"):
         trainer.load(tmp_path / "checkpoint", clock)
+
+
+def test_a_parameter_that_never_had_a_gradient_is_restored_without_moments(tmp_path):
+    def make() -> tuple[nn.ModuleDict, torch.optim.AdamW]:
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"used": nn.Linear(3, 2), "idle": nn.Linear(3, 2)})
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    model, optimizer = make()
+    model["used"](torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    clock = PolicyClock(completed_steps=1, published_step=0, next_rollout_id=1)
+    write_state(tmp_path / "c", model, optimizer, TrainerState(clock=clock))
+
+    again, restored = make()
+    read_state(tmp_path / "c", again, restored)
+    assert set(restored.state) == set(again["used"].parameters())
+    assert restored.state[again["used"].weight]["step"] == 1
+    assert torch.equal(
+        restored.state[again["used"].weight]["exp_avg"],
+        optimizer.state[model["used"].weight]["exp_avg"],
+    )
+
+
+def test_the_new_folder_itself_is_flushed(make_spec, model_dir, tmp_path, monkeypatch):
+    synced = []
+    real = atomic.sync_folder
+    monkeypatch.setattr(atomic, "sync_folder", lambda path: (synced.append(path), real(path)))
+    LocalTrainer(make_spec(), model_dir).save(tmp_path / "core" / "checkpoint")
+    assert synced == [tmp_path, tmp_path / "core"]
