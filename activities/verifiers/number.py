@@ -1,6 +1,7 @@
 """``number``: the last number in the answer equals the target, as exact decimals (18 = 18.00)."""
 
 import re
+from collections.abc import Iterator
 from decimal import Decimal
 
 from activities.verifiers.base import error, invalid, score
@@ -15,11 +16,19 @@ _MINUS_SIGN = "\N{MINUS SIGN}"
 
 def last_number(text: str) -> Decimal | None:
     """The last decimal number in ``text``; commas between digits are dropped first."""
-    plain = _GROUPING_COMMA.sub("", text.replace(_MINUS_SIGN, "-"))
     last = None
-    for last in _NUMBER.finditer(plain):  # noqa: B007  keeping the final match is the point
+    for last in _numbers(text):  # noqa: B007  keeping the final match is the point
         pass
     return None if last is None else Decimal(last.group())
+
+
+def count_numbers(text: str) -> int:
+    """How many numbers ``last_number`` chooses from: two in ``3/4`` and in ``1e-5``."""
+    return sum(1 for _ in _numbers(text))
+
+
+def _numbers(text: str) -> Iterator[re.Match[str]]:
+    return _NUMBER.finditer(_GROUPING_COMMA.sub("", text.replace(_MINUS_SIGN, "-")))
 
 
 def grade(target: VerifierTarget, text: str) -> Verdict:

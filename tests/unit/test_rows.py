@@ -27,6 +27,8 @@ GOOD = '{"prompt": "p", "answer": "a"}\n'
         ('{"prompt": "\\ud800", "answer": "a"}\n', r"line 1: prompt holds half a surrogate"),
         ('{"prompt": "p", "answer": "a", "verifier": "exakt"}\n', r"unknown verifier 'exakt'"),
         ('{"prompt": "p", "answer": "a", "verifier": "number"}\n', r"needs a number.*'a'"),
+        ('{"prompt": "p", "answer": "3/4", "verifier": "number"}\n', r"one alone, not '3/4'"),
+        ('{"prompt": "p", "answer": "1e-5", "verifier": "number"}\n', r"one alone, not '1e-5'"),
         ('{"prompt": "p", "answer": "a", "verifier": "gym"}\n', r"whole entry"),
         ('{"messages": [], "answer": "a"}\n', r"non-empty list"),
         ('{"messages": [{"role": "tool", "content": "x"}], "answer": "a"}\n', r"role out of"),
@@ -51,3 +53,20 @@ def test_rows_without_a_verifier_take_the_default() -> None:
         ("train.jsonl", 0, "number", "7"),
         ("train.jsonl", 1, "exact", "8"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("answer", "label"),
+    [
+        ("0.00001", "0.00001"),
+        ("1e-5", "0.00001"),
+        ("2.50", "2.5"),
+        ("1e22", "10000000000000000000000"),
+        ("-7", "-7"),
+        ('"10 apples"', "10 apples"),
+        ('"16 - 3 - 4 = 9 eggs\\n#### 9"', "16 - 3 - 4 = 9 eggs\n#### 9"),
+    ],
+)
+def test_number_answers_keep_their_value(answer: str, label: str) -> None:
+    (row,) = jsonl_rows("t.jsonl", f'{{"prompt": "p", "answer": {answer}}}\n'.encode(), "number")
+    assert row.label == label

@@ -12,9 +12,10 @@ import random
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any, NoReturn
 
-from activities.verifiers.number import last_number
+from activities.verifiers.number import count_numbers
 from activities.verifiers.registry import REGISTRY
 from configs.data import DataSection, TaskSpec
 from models.errors import ConfigurationError
@@ -24,6 +25,8 @@ _PROMPT_KEYS = ("prompt", "question", "messages")
 _ANSWER_KEYS = ("answer", "ground_truth", "label")
 _ROLES = ("system", "user", "assistant")
 _GYM_ENTRY_KEYS = frozenset(("question", "answer", "metadata"))
+_FINAL_ANSWER = "####"
+"""In worked solutions the number that counts follows this."""
 _NUMBER = re.compile(r"[-+]?(?:\d+|\d{1,3}(?:,\d{3})+)(?:\.\d+)?")
 
 
@@ -121,8 +124,14 @@ def _check_target(row: SourceRow) -> None:
     if row.verifier not in REGISTRY:
         known = ", ".join(sorted(REGISTRY))
         _refuse(row.where, f"unknown verifier {row.verifier!r}; registered are {known}")
-    if row.verifier == "number" and last_number(row.label) is None:
-        _refuse(row.where, f"the number verifier needs a number as answer, not {row.label!r}")
+    if row.verifier == "number":
+        found = count_numbers(row.label.rpartition(_FINAL_ANSWER)[2])
+        if found != 1:
+            _refuse(
+                row.where,
+                f"the number verifier needs a number as answer, one alone, not {row.label!r}; "
+                f"reasoning may stand before {_FINAL_ANSWER}",
+            )
     if row.verifier == "exact" and not row.label.strip():
         _refuse(row.where, "the exact verifier needs a non-empty answer")
     if row.verifier == "gym" and not row.extra.keys() >= _GYM_ENTRY_KEYS:
@@ -175,7 +184,7 @@ def _label(record: dict[str, Any], where: str) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         _refuse(where, f"{key} is not a finite number")
     if isinstance(value, int | float) and not isinstance(value, bool):
-        return str(value)
+        return format(Decimal(str(value)), "f")  # 1e-05 as text would read as two numbers
     return _text(value, key, where)
 
 
