@@ -14,6 +14,8 @@ from configs.run import RunSpec
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 _PROCESS_BYTES = 350 << 20
 """Interpreter, torch and transformers, resident in each process that computes (measured)."""
+KV_BUDGET_MIB = 2048
+"""Upper bound of one engine's KV cache; requests beyond it wait."""
 _TINY_VOCABULARY = 100
 """Newline, 95 printable ASCII characters and four special tokens."""
 
@@ -74,30 +76,38 @@ def folder_shape(folder: Path) -> ModelShape | None:
 def estimate(spec: RunSpec, shape: ModelShape) -> dict[str, int]:
     """Bytes of the trainer's and of one engine's largest holdings, and of all processes.
 
-    Trainer: 16 bytes a parameter (float32 weights, gradient and two Adam moments), a copy in the
-    compute dtype when that is another, and log-softmax of one chunk (logits, their gradient and
-    the float32 softmax). Engine: weights, and keys and values of every running request at its
-    full length. Activations are not counted.
+    Engine: weights, and keys and values of every running request at its full length, as far as
+    the KV budget goes.
     """
-    compute = _DTYPE_BYTES[spec.trainer.compute_dtype]
+    states, logits = trainer_bytes(spec, shape.num_parameters, shape.vocab_size)
     serving = _DTYPE_BYTES[spec.inference.dtype]
-    states = 16 * shape.num_parameters
-    if spec.trainer.compute_dtype != "float32":
-        states += compute * shape.num_parameters
-    logits = spec.trainer.logprob_chunk_tokens * shape.vocab_size * (2 * compute + 4)
     weights = serving * shape.num_parameters
     tokens = spec.inference.max_running_requests * spec.core.max_context_length
     per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * serving
+    cache = min(tokens * per_token, KV_BUDGET_MIB << 20)
     trainer = states + logits + _PROCESS_BYTES
-    engine = weights + tokens * per_token + _PROCESS_BYTES
+    engine = weights + cache + _PROCESS_BYTES
     return {
         "num_parameters": shape.num_parameters,
         "trainer_states_bytes": states,
         "trainer_logits_bytes": logits,
         "engine_weights_bytes": weights,
-        "engine_kv_cache_bytes": tokens * per_token,
+        "engine_kv_cache_bytes": cache,
         "total_bytes": trainer + spec.inference.num_engines * engine,
     }
+
+
+def trainer_bytes(spec: RunSpec, num_parameters: int, vocab_size: int) -> tuple[int, int]:
+    """Bytes of the trainer's states, and of the logits of one chunk; activations come on top.
+
+    States: 16 bytes a parameter (float32 weights, gradient and two Adam moments) and a copy in the
+    compute dtype when that is another. A chunk: logits, their gradient and the float32 softmax.
+    """
+    compute = _DTYPE_BYTES[spec.trainer.compute_dtype]
+    states = 16 * num_parameters
+    if spec.trainer.compute_dtype != "float32":
+        states += compute * num_parameters
+    return states, spec.trainer.logprob_chunk_tokens * vocab_size * (2 * compute + 4)
 
 
 def _num_elements(file: Path) -> int:

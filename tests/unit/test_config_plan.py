@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 
 from configs.load import load_run
-from configs.memory import estimate, folder_shape, tiny_shape
+from configs.memory import ModelShape, estimate, folder_shape, tiny_shape
 from configs.model import TinySpec
 from configs.plan import build_plan, loop_plan, model_name
 from models.run import LoopPlan
+from workers.engines.native.options import parse_options
 
 RECIPES = Path(__file__).parents[2] / "configs" / "recipes"
 TINY = RECIPES / "tiny.toml"
@@ -49,6 +50,15 @@ def test_memory_by_hand() -> None:
     assert held["engine_weights_bytes"] == 4 * 997_248
     # keys and values: 2 x 4 layers x 2 heads x 32 values x 4 bytes, 10 requests of 64 tokens
     assert held["engine_kv_cache_bytes"] == 2 * 4 * 2 * 32 * 4 * 10 * 64
+
+
+def test_the_engine_bounds_its_kv_cache() -> None:
+    wide = ["inference.max_running_requests=64", "core.max_context_length=2048"]
+    shape = ModelShape(134_515_008, num_layers=30, num_kv_heads=3, head_dim=64, vocab_size=49_152)
+    held = estimate(load_run(TINY, [*wide, "inference.dtype='bfloat16'"]).spec, shape)
+    # 64 x 2048 tokens of 2 x 30 x 3 x 64 x 2 bytes would be 2880 MiB
+    engine = parse_options(["--model-path", "x"])
+    assert held["engine_kv_cache_bytes"] == engine.kv_budget_mib << 20 == 2048 << 20
 
 
 def test_loop_plan_of_the_tiny_recipe() -> None:

@@ -7,13 +7,13 @@ import torch
 import transformers
 from torch import Tensor
 
+from configs.memory import trainer_bytes
 from configs.run import RunSpec
 from models.errors import ConfigurationError
 from workers.trainers.logprobs import Scorer
 from workers.trainers.packing import Response, Row, collate
 
 _PROBE_TOLERANCE = 1e-3  # nats in float32; a post-processed head is off by far more
-_MASTER_BYTES = 16  # a parameter: weight, gradient and two moments in float32
 
 
 def load_policy(spec: RunSpec, model_dir: Path) -> Any:
@@ -54,14 +54,9 @@ def load_model(
 
 
 def describe_trainer(spec: RunSpec, model: Any, resident_bytes: int) -> dict[str, Any]:
-    """Data types and memory: what is expected beside what is observed.
-
-    The estimate holds weights, optimizer, casts and one chunk of logits; activations come on top.
-    """
+    """Data types and memory: what ``trainer_bytes`` expects beside what is observed."""
     parameters = sum(p.numel() for p in model.parameters())
     vocabulary = model.get_output_embeddings().weight.shape[0]
-    logits = spec.trainer.logprob_chunk_tokens * vocabulary * 12  # logits, log-probs, temporaries
-    casts = 2 * parameters if spec.trainer.compute_dtype == "bfloat16" else 0
     return {
         "parameters": parameters,
         "master_dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
@@ -71,7 +66,7 @@ def describe_trainer(spec: RunSpec, model: Any, resident_bytes: int) -> dict[str
         "attention": spec.trainer.attention,
         "device": str(next(model.parameters()).device),
         "threads": torch.get_num_threads(),
-        "estimated_bytes": _MASTER_BYTES * parameters + casts + logits,
+        "estimated_bytes": sum(trainer_bytes(spec, parameters, vocabulary)),
         "resident_bytes": resident_bytes,
     }
 

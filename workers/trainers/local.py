@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import structlog
 import torch
 from torch import Tensor
 
@@ -36,6 +37,8 @@ from workers.trainers.schedule import LearningRate
 from workers.trainers.state import TrainerState, read_state, write_state
 from workers.trainers.tally import UpdateTally, advantage_metrics
 from workers.trainers.weights import export_weights, num_weight_bytes
+
+_log = structlog.get_logger(__name__)
 
 
 class LocalTrainer:
@@ -64,6 +67,7 @@ class LocalTrainer:
         self._scorer = Scorer.of(
             self.model, spec.inference.temperature, spec.trainer.logprob_chunk_tokens, self._dtype
         )
+        _log.info("trainer loaded", **self.describe())
 
     def progress(self) -> StageProgress:
         """What the running call has done so far; readable from any thread."""
