@@ -1,7 +1,6 @@
-"""Identities: runs, fence tokens, prompts."""
+"""Identities: runs and fence tokens."""
 
 from functools import total_ordering
-from typing import NamedTuple
 
 from models.base import Frozen
 
@@ -38,10 +37,3 @@ class RunRef(Frozen):
     root: str
     """Output root: an fsspec URL or an absolute path."""
     spec_sha256: str
-
-
-class PromptIdentity(NamedTuple):
-    """One draw of one task: the unit that is never lost and never trained twice."""
-
-    prepared_sample_id: str
-    epoch_id: int

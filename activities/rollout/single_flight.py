@@ -36,11 +36,6 @@ class SingleFlight(Generic[_T]):
         self._fence = FenceGuard(name)
         self._flight: _Flight[_T] | None = None
 
-    @property
-    def is_running(self) -> bool:
-        """Whether the stage runs now."""
-        return self._flight is not None and not self._flight.task.done()
-
     async def run(
         self, token: FenceToken, key: Key, start: Callable[[], Coroutine[Any, Any, _T]]
     ) -> _T:

@@ -9,7 +9,7 @@ kill behind it leaves the new one, pointer or not.
 import hashlib
 import re
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import structlog
@@ -18,7 +18,7 @@ from activities.storage import layout
 from activities.storage.lease import require_epoch
 from activities.storage.store import Store
 from models.checkpoint import CheckpointFile, CheckpointMarker, CheckpointRef, PolicyClock
-from models.errors import ConfigurationError, ContractViolation, DigestMismatch, PerdureError
+from models.errors import ContractViolation, DigestMismatch, PerdureError
 from models.ids import FenceToken, RunRef
 from models.prompt import DataState
 
@@ -137,20 +137,6 @@ def verify_checkpoint(store: Store, ref: CheckpointRef) -> CheckpointMarker:
     for file in marker.files:
         _verify_file(store, ref.folder, file)
     return marker
-
-
-def check_identity(marker: CheckpointMarker, run: RunRef, accepted: Collection[str] = ()) -> None:
-    """Refuse to resume ``marker`` under another configuration, naming both digests.
-
-    ``accepted`` are further digests that the caller found to differ in allowed fields only.
-    """
-    if marker.spec_sha256 == run.spec_sha256 or marker.spec_sha256 in accepted:
-        return
-    raise ConfigurationError(
-        f"the configuration of {run.run_id} changed: its checkpoint in {run.root} was written "
-        f"under {marker.spec_sha256}, the run file now resolves to {run.spec_sha256}; restore the "
-        "run file, or choose another name and output.root for a new run"
-    )
 
 
 def retain(

@@ -21,7 +21,6 @@ VERIFIERS_JSON = "prepared/data/verifiers.json"
 MANIFEST_JSON = "prepared/data/manifest.json"
 """Written last in its folder: inputs, outputs and the part of the run file that made them."""
 
-CHECKPOINTS = "checkpoints"
 CHECKPOINT_FOLDERS = "checkpoints/core"
 COMPLETE = "complete.json"
 """The completion marker, inside a checkpoint's folder."""

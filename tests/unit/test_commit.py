@@ -10,7 +10,7 @@ import pytest
 from activities.storage import commit, layout, lease
 from activities.storage.store import Store
 from models.checkpoint import CheckpointFile, CheckpointRef, PolicyClock
-from models.errors import ConfigurationError, ContractViolation, DigestMismatch, StaleFence
+from models.errors import ContractViolation, DigestMismatch, StaleFence
 from models.ids import FenceToken, RunRef
 from models.prompt import DataState, PromptDraw
 
@@ -215,11 +215,3 @@ def test_older_epoch_cannot_commit(store: Store) -> None:
     newest = commit.newest_checkpoint(store)
     assert newest is not None
     assert newest.update == 1
-
-
-def test_changed_configuration_names_both_digests(store: Store) -> None:
-    marker = commit.read_marker(store, save(store, 0))
-    commit.check_identity(marker, run_of(store, "5bec"))
-    commit.check_identity(marker, run_of(store, "77aa"), accepted={"5bec"})
-    with pytest.raises(ConfigurationError, match=r"5bec.*77aa"):
-        commit.check_identity(marker, run_of(store, "77aa"))

@@ -8,7 +8,7 @@ With s completed steps, W warm-up steps and N steps in all, the next step uses
     cosine                min + (max - min) * (1 + cos(pi * p)) / 2
     inverse-square-root   max(min, max * sqrt(max(W, 1) / max(s, 1)))
 
-and every decaying shape stays at its floor from s = N on.
+linear and cosine stay at the floor from s = N on.
 """
 
 import math

@@ -99,12 +99,6 @@ def own_exports(root: str, needed_bytes: int) -> Path:
     return own
 
 
-def remove_exports(root: str) -> None:
-    """Remove every export of the run at ``root``: for teardown, after its trainer has ended."""
-    for base in export_bases(root):
-        shutil.rmtree(base, ignore_errors=True)
-
-
 def _can_hold(folder: Path, needed_bytes: int) -> bool:
     if not (folder.is_dir() and os.access(folder, os.W_OK)):
         return False
