@@ -35,6 +35,7 @@ class PreparedModel:
     """Every token that ends a response."""
     model_type: str
     max_positions: int
+    """Longest sequence; 0 when the configuration does not say."""
     num_bytes: int
     """Of the weights."""
 
@@ -43,7 +44,8 @@ def prepare_model(spec: RunSpec, store: Store) -> PreparedModel:
     """Make ``prepared/hf`` from ``model.source``, or find it made.
 
     Raises:
-        ConfigurationError: the source is unusable, or the folder belongs to another source.
+        ConfigurationError: the source is unusable, the folder belongs to another source, or the
+            model has fewer positions than ``core.max_context_length``.
         StorageFull: no space for the folder.
     """
     target = store.local_path(layout.PREPARED_MODEL)
@@ -55,7 +57,9 @@ def prepare_model(spec: RunSpec, store: Store) -> PreparedModel:
         _require_same(target, identity)
     else:
         _build(origin, identity, target)
-    return describe_model(target)
+    model = describe_model(target)
+    _require_positions(spec.core.max_context_length, model)
+    return model
 
 
 def describe_model(path: Path) -> PreparedModel:
@@ -87,6 +91,15 @@ def _build(origin: Origin, identity: dict[str, Any], target: Path) -> None:
         marker = {"identity": identity, "prepared_files": _inventory(stage)}
         (stage / MARKER).write_text(json.dumps(marker, indent=2, sort_keys=True) + "\n")
     _log.info("model prepared", path=str(target), seconds=round(time.perf_counter() - started, 1))
+
+
+def _require_positions(context: int, model: PreparedModel) -> None:
+    """Refuse a context that engines would cut: its requests would fail in the middle of the run."""
+    if 0 < model.max_positions < context:
+        raise ConfigurationError(
+            f"core.max_context_length = {context} exceeds the {model.max_positions} positions of "
+            f"the model in {model.path}; use at most {model.max_positions}"
+        )
 
 
 def _require_same(target: Path, identity: dict[str, Any]) -> None:

@@ -51,6 +51,13 @@ def test_another_source_is_refused_and_says_what_changed(make_spec, model_dir, s
         prepare_model(make_spec(model={"source": str(model_dir)}), store)
 
 
+def test_a_context_beyond_the_model_is_refused(make_spec, model_dir, store):
+    source = {"source": str(model_dir)}
+    assert prepare_model(make_spec(model=source, core={"max_context_length": 128}), store)
+    with pytest.raises(ConfigurationError, match=r"max_context_length = 129 exceeds the 128 pos"):
+        prepare_model(make_spec(model=source, core={"max_context_length": 129}), store)
+
+
 def test_a_folder_without_a_marker_is_never_adopted(make_spec, model_dir, store):
     store.local_path("prepared/hf").mkdir(parents=True)
     with pytest.raises(ConfigurationError, match=r"without workflow-model\.json"):
