@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -129,6 +130,19 @@ async def test_supervisor_restarts_and_binds_services(tmp_path: Path) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     await asyncio.wait_for(running, 20)
     assert all(wait_dead(p.pid, p.create_time, 5) for p in after)
+
+
+async def test_services_are_stopped_even_when_the_state_folder_is_gone(tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    folder.mkdir()
+    supervisor = Supervisor(_info(folder), folder, (Service("only", SLEEPER),))
+    running = asyncio.create_task(supervisor.run())
+    await _until(lambda: (s := read_status(folder)) is not None and s.ready)
+    (service,) = _status(folder).processes
+    shutil.rmtree(folder)
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.wait_for(running, 20)
+    assert wait_dead(service.pid, service.create_time, 5)
 
 
 async def test_a_new_supervisor_adopts_what_lives(tmp_path: Path) -> None:

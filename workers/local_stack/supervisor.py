@@ -164,25 +164,29 @@ class Supervisor:
         return self._info.log_dir / f"{service.name}.log"
 
     def _write(self) -> None:
-        write_status(
-            self._folder,
-            StackStatus(
-                info=self._info,
-                supervisor_pid=os.getpid(),
-                supervisor_create_time=psutil.Process().create_time(),
-                ready=all(event.is_set() for event in self._ready.values()),
-                num_ends=sum(self._restarts.values()),
-                failing=self._failing,
-                processes=tuple(
-                    ProcessStatus(
-                        name=child.name,
-                        pid=child.pid,
-                        create_time=child.create_time,
-                        restarts=self._restarts[child.name],
-                        last_exit=self._last_exit[child.name],
-                    )
-                    for child in self._children.values()
-                ),
+        try:
+            write_status(self._folder, self._status())
+        except OSError as error:
+            # A state folder that was deleted or filled up must not keep services from being stopped.
+            log.error("status not written", folder=str(self._folder), why=error.strerror)
+
+    def _status(self) -> StackStatus:
+        return StackStatus(
+            info=self._info,
+            supervisor_pid=os.getpid(),
+            supervisor_create_time=psutil.Process().create_time(),
+            ready=all(event.is_set() for event in self._ready.values()),
+            num_ends=sum(self._restarts.values()),
+            failing=self._failing,
+            processes=tuple(
+                ProcessStatus(
+                    name=child.name,
+                    pid=child.pid,
+                    create_time=child.create_time,
+                    restarts=self._restarts[child.name],
+                    last_exit=self._last_exit[child.name],
+                )
+                for child in self._children.values()
             ),
         )
 
