@@ -16,6 +16,7 @@ from activities.site import Site, store_of
 from activities.storage import layout
 from activities.storage.commit import newest_checkpoint
 from activities.storage.lease import Owner, claim_epoch, current_epoch, read_owner, revoke_epoch
+from activities.storage.settled import is_settled
 from activities.storage.store import Store, free_bytes
 from configs.load import Loaded, comparable_sha256, resolve_document
 from configs.plan import build_plan, loop_plan
@@ -116,7 +117,7 @@ def _claim(request: RunRequest, loaded: Loaded, owner: Owner, attributes: bool) 
 
 
 def _require_space(store: Store) -> None:
-    free = free_bytes(store.root) if store.is_local else None
+    free = free_bytes(store.root)
     if free is not None and free < MIN_FREE_BYTES:
         raise StorageFull(
             f"output.root {store.root}: {free >> 20} MiB free, a run needs at least "
@@ -135,7 +136,8 @@ def _check_identity(store: Store, loaded: Loaded) -> None:
         )
     recorded = store.read_json(layout.RESOLVED_CONFIG)
     before = comparable_sha256(recorded)
-    if before != loaded.identity:
+    # A run that never finished preparing has nothing that depends on its run file yet.
+    if before != loaded.identity and is_settled(store):
         raise ConfigurationError(
             f"the configuration changed: {store.root} was started with {before}, "
             f"{loaded.path} now means {loaded.identity} (different: "
@@ -245,9 +247,15 @@ async def revoke(request: RevokeRequest, site: Site | None) -> None:
     alone keeps zombies from committing anything.
     """
     store = store_of(request.run)
-    await asyncio.to_thread(revoke_epoch, store, request.epoch)
-    if site is None:
-        return
+    try:
+        await asyncio.to_thread(revoke_epoch, store, request.epoch)
+    finally:
+        # A root that takes no more files must not keep the fleet alive.
+        if site is not None:
+            await _revoke_fleet(site, request)
+
+
+async def _revoke_fleet(site: Site, request: RevokeRequest) -> None:
     try:
         await site.fleet.revoke(request.run, request.epoch)
     finally:

@@ -30,6 +30,13 @@ _WANTED = {
 }
 
 
+_PATTERNS = {
+    r"^[A-Za-z0-9][A-Za-z0-9._-]*$": "letters, digits, '.', '_' and '-'",
+    r"^[a-z0-9][a-z0-9._-]*$": "lower-case letters, digits, '.', '_' and '-'",
+}
+"""Patterns of the schema in words."""
+
+
 def explain(error: ValidationError) -> list[Problem]:
     """One problem for each violation, in the order of the schema."""
     return [_problem(details) for details in error.errors(include_url=False)]
@@ -51,6 +58,9 @@ def _problem(details: ErrorDetails) -> Problem:
         return Problem(key, str(details["ctx"]["error"]), value)
     if kind == "literal_error":
         return Problem(key, _reason(details), value, _literal_hint(details, value))
+    if kind == "string_pattern_mismatch" and details["ctx"]["pattern"] in _PATTERNS:
+        allowed = _PATTERNS[details["ctx"]["pattern"]]
+        return Problem(key, f"may hold {allowed} only, and begins with a letter or digit", value)
     return Problem(key, _reason(details), value)
 
 

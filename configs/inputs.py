@@ -1,35 +1,20 @@
-"""What a run reads and writes on this machine, looked at before anything expensive starts.
+"""Files that a run file names on this machine, looked at before anything expensive starts.
 
-Contents are checked where they are used; here only what is missing altogether is found.
+Only what is missing altogether is found here; ``workers.sources.inputs`` looks into them.
 """
 
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from configs.paths import is_url, local_model_folder
+from configs.paths import is_url
 from configs.problem import Problem
 from configs.run import RunSpec
 
-_WEIGHTS = ("*.safetensors", "*.gguf", "pytorch_model*.bin")
-
 
 def find_missing_inputs(spec: RunSpec) -> list[Problem]:
-    """Files that are absent or empty, folders without weights, a root that cannot be written."""
-    return [*_model(spec), *_prompts(spec), *_root(spec)]
-
-
-def _model(spec: RunSpec) -> Iterator[Problem]:
-    source = spec.model.source
-    folder = local_model_folder(source)
-    if folder is None:
-        return
-    if not folder.is_dir():
-        yield Problem("model.source", "no such folder", source)
-    elif not (folder / "config.json").is_file():
-        yield Problem("model.source", "the folder has no config.json", source)
-    elif not any(next(folder.glob(pattern), None) for pattern in _WEIGHTS):
-        yield Problem("model.source", "the folder has no weights (*.safetensors)", source)
+    """Data files that are absent or empty, a root that cannot be written."""
+    return [*_prompts(spec), *_root(spec)]
 
 
 def _prompts(spec: RunSpec) -> Iterator[Problem]:

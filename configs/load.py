@@ -160,7 +160,7 @@ def _refuse_non_json(value: Any, origin: str, location: tuple[str | int, ...] = 
         for index, inner in enumerate(value):
             _refuse_non_json(inner, origin, (*location, index))
     elif isinstance(value, float) and not math.isfinite(value):
-        problem = Problem(dotted(location), "must be a finite number", str(value))
+        problem = Problem(dotted(location), "must be a finite number", value)
         raise configuration_error(origin, [problem])
     elif value is not None and not isinstance(value, (str, int, float, bool)):
         problem = Problem(

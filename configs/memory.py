@@ -58,7 +58,17 @@ def tiny_shape(tiny: TinySpec) -> ModelShape:
 
 
 def folder_shape(folder: Path) -> ModelShape | None:
-    """Read ``config.json`` and the headers of the safetensors files; none if there are none."""
+    """Read ``config.json`` and the headers of the safetensors files.
+
+    None for a folder that says too little or is damaged: whoever uses its model says what is wrong.
+    """
+    try:
+        return _read_shape(folder)
+    except (OSError, ValueError, TypeError, LookupError, ArithmeticError, struct.error):
+        return None
+
+
+def _read_shape(folder: Path) -> ModelShape | None:
     config: dict[str, Any] = json.loads((folder / "config.json").read_bytes())
     files = sorted(folder.glob("*.safetensors"))
     if not files or "num_hidden_layers" not in config:

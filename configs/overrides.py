@@ -66,8 +66,9 @@ def _parse_value(text: str, key: str, literal: str) -> Any:
     except tomllib.TOMLDecodeError:
         parsed = {}
     if set(parsed) != {"value"}:
+        text_value = literal.replace('"', "").replace("'", "")
         raise ConfigurationError(
             f"--set {text}: {literal!r} is not a TOML value; quote text as in "
-            f"--set '{key}=\"{literal}\"', leave numbers, true and false bare"
+            f"--set '{key}=\"{text_value}\"', leave numbers, true and false bare"
         )
     return parsed["value"]

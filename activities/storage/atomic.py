@@ -66,6 +66,12 @@ def make_folder(folder: Path) -> None:
     for path in reversed(missing):
         try:
             path.mkdir()
+        except FileNotFoundError:
+            if not path.parent.is_dir():
+                raise  # removed meanwhile
+            raise PermissionError(
+                errno.EACCES, "this file system takes no new folders", str(path)
+            ) from None
         except FileExistsError:
             if not path.is_dir():
                 raise NotADirectoryError(

@@ -13,6 +13,8 @@ RESOLVED_CONFIG = "run-spec.json"
 """The resolved run file; its digest is the run's identity."""
 ATTEMPTS_JSON = "attempts.json"
 
+PREPARED_REPORT = "prepared/report.json"
+"""Written last: what ``prepared/`` holds and for which run file it was made."""
 PREPARED_MODEL = "prepared/hf"
 PREPARED_DATA = "prepared/data"
 TRAIN_JSONL = "prepared/data/train.jsonl"

@@ -233,9 +233,10 @@ class Store:
 
 
 def free_bytes(root: str | Path) -> int | None:
-    """Bytes that this user can still write under ``root``; None when it is not local.
+    """Bytes that this user can still write under ``root``; None when nobody can tell.
 
-    The nearest existing parent answers for a root that does not exist yet.
+    The nearest existing parent answers for a root that does not exist yet. Object stores and file
+    systems without a size (``/proc``) do not tell.
     """
     store = Store(root)
     if not store.is_local:
@@ -243,7 +244,8 @@ def free_bytes(root: str | Path) -> int | None:
     path = Path(store.root)
     while not path.exists():
         path = path.parent
-    return shutil.disk_usage(path).free
+    usage = shutil.disk_usage(path)
+    return usage.free if usage.total else None
 
 
 def _open(root: str) -> tuple[Any, str]:

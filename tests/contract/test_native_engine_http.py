@@ -174,9 +174,7 @@ async def test_refusals_of_shapes_b_and_c(engine: Any) -> None:
         assert (told["object"], told["type"], told["param"], told["code"]) == (
             "error", "Bad Request", None, 400,
         )  # fmt: skip
-    unknown = await engine.http.post(
-        "/generate", json=engine.body(sampling_params={"heat": 1})
-    )
+    unknown = await engine.http.post("/generate", json=engine.body(sampling_params={"heat": 1}))
     assert (unknown.status_code, unknown.text) == (500, "Internal Server Error")
     assert (
         await engine.http.post("/generate", json=engine.body(unknown_field=1))

@@ -17,9 +17,6 @@ from activities.storage.store import Store
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 EOS, PAD = 1, 0
 
-# Its new name is unknown to the oldest transformers that is supported.
-pytestmark = pytest.mark.filterwarnings("ignore:.*past_key_values.*:FutureWarning")
-
 
 def load(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")

@@ -186,7 +186,7 @@ def test_tiny_defaults_are_written_out(tmp_path: Path) -> None:
         ("trainer = 3\n", "trainer = 3: must be a table, not an integer"),
         (
             "[core]\nmax_run_seconds = inf\n",
-            'core.max_run_seconds = "inf": must be a finite number',
+            "core.max_run_seconds = Infinity: must be a finite number",
         ),
     ],
 )

@@ -23,8 +23,8 @@ PARENT = (
     sys.executable,
     "-c",
     "import subprocess, sys, time;"
-    "print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']).pid, flush=True);"
-    "time.sleep(600)",
+    "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']);"
+    "print(child.pid, flush=True); time.sleep(600)",
 )
 
 

@@ -192,8 +192,8 @@ GOOD = '{"prompt": "p", "answer": "a"}\n'
             '{"role": "user", "content": "y"}], "answer": "a"}\n',
             r"train row 1 .*system must come first",
         ),
-        ("", r"no training prompts"),
-        ("\n \n", r"no training prompts"),
+        ("", r"train\.jsonl: no records"),
+        ("\n \n", r"train\.jsonl: no records"),
     ],
 )
 def test_bad_data_is_refused_and_leaves_nothing(
@@ -236,7 +236,7 @@ def test_train_and_held_out_must_not_overlap(setup: Setup) -> None:
 
 def test_empty_held_out_file_is_refused(setup: Setup) -> None:
     train = setup.lines({"prompt": "p", "answer": "a"})
-    with pytest.raises(ConfigurationError, match=r"eval_prompt_data: no records"):
+    with pytest.raises(ConfigurationError, match=r"eval\.jsonl: no records"):
         setup.prepare({"prompt_data": train, "eval_prompt_data": setup.file("\n", "eval.jsonl")})
 
 
@@ -280,12 +280,25 @@ def test_prepared_data_is_immutable(
 ) -> None:
     data: dict[str, Any] = {"prompt_data": setup.lines({"prompt": "p", "answer": "a"})}
     setup.prepare(data)
+    setup.store.write_json("prepared/report.json", {})
     with pytest.raises(ConfigurationError, match=message):
         setup.prepare(change(setup, data))
 
 
+@pytest.mark.parametrize("change", [change_seed, change_input])
+def test_what_a_failed_start_left_gives_way_to_corrected_input(
+    setup: Setup, change: Callable[[Setup, dict[str, Any]], dict[str, Any]]
+) -> None:
+    data: dict[str, Any] = {"prompt_data": setup.lines({"prompt": "p", "answer": "a"})}
+    setup.prepare(data)  # and then the start failed: no report, nothing sampled
+    changed = change(setup, data)
+    assert not setup.prepare(changed).reused
+    assert setup.prepare(changed).reused
+
+
 def test_another_tokenizer_is_refused(setup: Setup, tmp_path: Path) -> None:
     setup.prepare(words())
+    setup.store.write_json("prepared/report.json", {})
     other = tmp_path / "model"
     other.mkdir()
     for path in setup.model_dir.iterdir():

@@ -34,6 +34,7 @@ class EngineActor:
         """Start the server and return when it serves the prepared model.
 
         Raises:
+            ConfigurationError: it refuses the model or its options.
             EngineLost: it ended or was not ready in time; the message holds its last log lines.
         """
         command = server_command(self._order, self._spec)

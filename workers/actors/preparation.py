@@ -9,9 +9,6 @@ from activities.storage.store import Store
 from models.base import Carried
 from workers.actors.order import ActorOrder, enter, num_cores
 
-REPORT = "prepared/report.json"
-"""Written last: what ``prepared/`` holds and for which run file it was made."""
-
 
 class PreparedRun(Carried):
     """Facts of the prepared model and data that actors need without loading either."""
@@ -26,10 +23,10 @@ class PreparedRun(Carried):
 
 def find_prepared(store: Store, spec_sha256: str) -> PreparedRun | None:
     """The report of a preparation for exactly this run file; None when it must be made."""
-    needed = (REPORT, layout.MANIFEST_JSON, f"{layout.PREPARED_MODEL}/config.json")
+    needed = (layout.PREPARED_REPORT, layout.MANIFEST_JSON, f"{layout.PREPARED_MODEL}/config.json")
     if not all(store.exists(path) for path in needed):
         return None
-    report = PreparedRun.model_validate(store.read_json(REPORT))
+    report = PreparedRun.model_validate(store.read_json(layout.PREPARED_REPORT))
     return report if report.spec_sha256 == spec_sha256 else None
 
 
@@ -61,5 +58,5 @@ class PreparationActor:
             train_prompts=data.train_prompts,
             eval_prompts=data.eval_prompts,
         )
-        store.write_json(REPORT, report.model_dump(mode="json"))
+        store.write_json(layout.PREPARED_REPORT, report.model_dump(mode="json"))
         return report

@@ -6,13 +6,13 @@ from typing import Annotated
 
 import typer
 
-from configs.inputs import find_missing_inputs
 from configs.load import load_run
 from configs.plan import build_plan
 from configs.problem import configuration_error
 from configs.render import run_request
 from configs.schema import json_schema
 from workers.cli.output import notice, print_json
+from workers.sources.inputs import find_input_problems
 
 group = typer.Typer(no_args_is_help=True, help="Run files as other tools want them.")
 
@@ -32,7 +32,7 @@ def validate(
 ) -> None:
     """Check a run file and everything it points to."""
     loaded = load_run(file, override or ())
-    problems = find_missing_inputs(loaded.spec) if inputs else []
+    problems = find_input_problems(loaded.spec) if inputs else []
     if problems:
         raise configuration_error(file, problems)
     for warning in build_plan(loaded)["warnings"]:

@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from configs.inputs import find_missing_inputs
 from configs.load import Loaded, load_run
 from configs.problem import configuration_error
 from configs.render import start_command
@@ -16,6 +15,7 @@ from workers.cli.config import Overrides, RunFile
 from workers.cli.names import as_options, run_id_of
 from workers.cli.output import equivalent, notice, quiet_or
 from workers.cli.place import Place, ensure_place, find_place, is_named
+from workers.sources.inputs import find_input_problems
 
 Address = Annotated[
     str | None,
@@ -43,7 +43,7 @@ def run(
     """
     loaded = load_run(file, override or ())
     if not is_named(address):
-        problems = find_missing_inputs(loaded.spec)
+        problems = find_input_problems(loaded.spec)
         if problems:
             raise configuration_error(file, problems)
     place = ensure_place(address, quiet_or(not json))

@@ -18,9 +18,11 @@ from typing import NamedTuple
 
 import psutil
 
-from models.errors import EngineLost
+from models.errors import ConfigurationError, EngineLost
 from workers.engines import leash
 
+CONFIGURATION_STATUS = 2
+"""Exit status of a server that was asked for something it cannot do; a restart would not help."""
 LOG_LINES = 20
 """Lines of the server's log that go into an error."""
 _LOG_TAIL_BYTES = 16_384
@@ -70,8 +72,9 @@ class ServerProcess:
         """Start the server and return when its ready file is there.
 
         Raises:
-            EngineLost: it ended, or was not ready within ``timeout_s`` seconds; the message holds
-                the last lines of its log. The child is gone then.
+            ConfigurationError: it ended with status 2: model or options are not usable.
+            EngineLost: it ended otherwise, or was not ready within ``timeout_s`` seconds; the
+                message holds the last lines of its log. The child is gone then.
         """
         command.ready_file.unlink(missing_ok=True)
         command.log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -136,6 +139,8 @@ class ServerProcess:
                 return
             if self._exit.done():
                 code = self._exit.result().returncode
+                if code == CONFIGURATION_STATUS:
+                    raise ConfigurationError(self._report("refuses to start"))
                 raise EngineLost(self._report(f"ended with {_describe(code)} before it served"))
             if time.monotonic() > deadline:
                 raise EngineLost(

@@ -167,7 +167,7 @@ class Supervisor:
         try:
             write_status(self._folder, self._status())
         except OSError as error:
-            # A state folder that was deleted or filled up must not keep services from being stopped.
+            # A state folder that is gone or full must not keep services from being stopped.
             log.error("status not written", folder=str(self._folder), why=error.strerror)
 
     def _status(self) -> StackStatus:

@@ -15,9 +15,11 @@ from safetensors import SafetensorError, safe_open
 
 from activities.storage import layout
 from activities.storage.atomic import storage_errors
+from activities.storage.settled import is_settled
 from activities.storage.store import Store
 from configs.run import RunSpec
 from models.errors import ConfigurationError
+from workers.engines.native.model_shape import read_model_shape
 from workers.sources.folders import MARKER, staged
 from workers.sources.origins import FolderOrigin, Origin, origin_of
 
@@ -50,9 +52,14 @@ def prepare_model(spec: RunSpec, store: Store) -> PreparedModel:
     """
     target = store.local_path(layout.PREPARED_MODEL)
     origin = origin_of(spec)
-    if isinstance(origin, FolderOrigin) and target.resolve().is_relative_to(origin.path):
-        raise ConfigurationError(f"output.root must not lie inside model.source {origin.path}")
+    if isinstance(origin, FolderOrigin):
+        if target.resolve().is_relative_to(origin.path):
+            raise ConfigurationError(f"output.root must not lie inside model.source {origin.path}")
+        require_usable(spec, origin.path)
     identity = json.loads(json.dumps(origin.identity()))
+    if not is_settled(store) and _is_of_another_source(target, identity):
+        # Left by a start that ended before anything was sampled from it.
+        store.remove_tree(layout.PREPARED_MODEL)
     if target.exists():
         _require_same(target, identity)
     else:
@@ -62,13 +69,26 @@ def prepare_model(spec: RunSpec, store: Store) -> PreparedModel:
     return model
 
 
+def require_usable(spec: RunSpec, folder: Path) -> None:
+    """Refuse a model folder that could be copied and then neither served nor trained.
+
+    Reads headers and small files only, no weights.
+
+    Raises:
+        ConfigurationError: naming the file that is damaged, or what the engine cannot compute.
+    """
+    if spec.inference.engine == "native":
+        read_model_shape(folder)
+    describe_model(folder)
+
+
 def describe_model(path: Path) -> PreparedModel:
     """Sizes and stop tokens of a model folder, read without loading it.
 
     Raises:
-        ConfigurationError: a weight file is torn, or there is no stop token.
+        ConfigurationError: a file is damaged, or there is no stop token.
     """
-    config = json.loads((path / "config.json").read_text())
+    config = _read_object(path / "config.json")
     text = config.get("text_config", config)
     files = sorted(path.glob("*.safetensors"))
     return PreparedModel(
@@ -80,6 +100,22 @@ def describe_model(path: Path) -> PreparedModel:
         max_positions=int(text.get("max_position_embeddings") or 0),
         num_bytes=sum(file.stat().st_size for file in files),
     )
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigurationError(f"{path} must hold a JSON object")
+    return value
+
+
+def _is_of_another_source(target: Path, identity: dict[str, Any]) -> bool:
+    """Whether ``prepare_model`` made ``target``, and from something else."""
+    marker = target / MARKER
+    return marker.is_file() and _read_object(marker).get("identity") != identity
 
 
 def _build(origin: Origin, identity: dict[str, Any], target: Path) -> None:
@@ -148,7 +184,7 @@ def _inventory(folder: Path) -> list[dict[str, Any]]:
 def _num_elements(file: Path) -> int:
     total = 0
     try:
-        with safe_open(file, framework="pt") as tensors:
+        with safe_open(file, framework="np") as tensors:
             for name in tensors.keys():  # noqa: SIM118  safe_open has no __iter__
                 count = 1
                 for size in tensors.get_slice(name).get_shape():
@@ -162,7 +198,7 @@ def _num_elements(file: Path) -> int:
 def _eos_ids(path: Path, config: dict[str, Any]) -> tuple[int, ...]:
     """Stop tokens of the generation configuration, else of the model configuration."""
     generation = path / "generation_config.json"
-    settings = json.loads(generation.read_text()) if generation.is_file() else {}
+    settings = _read_object(generation) if generation.is_file() else {}
     found = settings.get("eos_token_id")
     if found is None:
         found = config.get("eos_token_id")

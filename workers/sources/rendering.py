@@ -34,7 +34,8 @@ class PromptRenderer:
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True)
         except (OSError, ValueError, KeyError) as error:
-            raise ConfigurationError(f"no usable tokenizer in {model_dir}: {error}") from error
+            reason = " ".join(str(error).split())
+            raise ConfigurationError(f"no usable tokenizer in {model_dir}: {reason}") from error
         if not self._tokenizer.chat_template:
             raise ConfigurationError(
                 f"the tokenizer in {model_dir} has no chat template; use an instruction-tuned "

@@ -78,7 +78,7 @@ def jsonl_rows(name: str, content: bytes, verifier: str) -> list[SourceRow]:
         verifier: of rows that name none.
 
     Raises:
-        ConfigurationError: naming the file and the 1-based line.
+        ConfigurationError: naming the file and the 1-based line; a file without records.
     """
     source = name.rsplit("/", 1)[-1]
     rows: list[SourceRow] = []
@@ -96,6 +96,8 @@ def jsonl_rows(name: str, content: bytes, verifier: str) -> list[SourceRow]:
         )
         _check_target(row)
         rows.append(row)
+    if not rows:
+        raise ConfigurationError(f"{name}: no records; a JSONL file holds one JSON object a line")
     return rows
 
 

@@ -77,6 +77,14 @@ def generate_questions(
     return split(task, seed, itertools.chain(probe, stream), wanted_train, wanted_eval)
 
 
+def first_question(task: TaskSpec, seed: int) -> Question:
+    """One question: whether the generator is there and takes ``task.params``.
+
+    Raises ``ConfigurationError`` as ``generate_questions`` does.
+    """
+    return next(_stream(task, seed))
+
+
 def _distinct(questions: Iterable[Question]) -> int:
     return len({question.key for question in questions})
 
