@@ -235,6 +235,13 @@ def _policy_gap(spec: RunSpec) -> Iterator[Problem]:
 
 def _lengths(spec: RunSpec) -> Iterator[Problem]:
     context = spec.core.max_context_length
+    if context - 1 > spec.trainer.micro_batch_tokens:
+        yield Problem(
+            "trainer.micro_batch_tokens",
+            f"must hold one sample: core.max_context_length ({context}) without its last token",
+            spec.trainer.micro_batch_tokens,
+            f"use at least {context - 1}, or lower core.max_context_length",
+        )
     for key, length in (
         ("inference.max_response_length", spec.inference.max_response_length),
         ("evaluation.max_response_length", spec.evaluation.max_response_length),

@@ -119,6 +119,7 @@ async def test_the_attempt_ledger(desk: Desk, limit: int, starts: list[int]) -> 
 
 async def test_a_changed_configuration_is_refused_with_both_digests(desk: Desk) -> None:
     await desk.claim()
+    desk.store.write_json("prepared/report.json", {})
     before = resolve_document(desk.document, origin="t")
     changed = dict(desk.document, optimizer={"learning_rate": 0.25})
     after = resolve_document(changed, origin="t")
@@ -128,6 +129,16 @@ async def test_a_changed_configuration_is_refused_with_both_digests(desk: Desk) 
     assert after.identity in error.value.message
     assert "optimizer.learning_rate" in error.value.message
     assert desk.store.read_json("run-spec.json")["optimizer"]["learning_rate"] == 1e-6
+
+
+async def test_a_start_that_failed_while_preparing_may_be_corrected(desk: Desk) -> None:
+    first = await desk.claim()
+    failed = RunProgress(run=first.run, epoch=first.epoch, state=RunState.FAILED, error="no data")
+    await desk.record(failed)
+    again = await desk.claim(run="r2", optimizer={"learning_rate": 0.25})
+    assert again.attempt == 1
+    assert desk.store.read_json("run-spec.json")["optimizer"]["learning_rate"] == 0.25
+    assert desk.state()["status"] == "preparing"
 
 
 async def test_how_often_to_try_may_change(desk: Desk) -> None:

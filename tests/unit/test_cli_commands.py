@@ -119,7 +119,7 @@ def test_prompt_files_that_are_missing_or_empty(
     (tmp_path / "train.jsonl").touch()
     assert run_command(["validate", str(run_file)]) == 2
     err = capsys.readouterr().err
-    assert "has no weights" in err
+    assert "holds no *.safetensors" in err
     assert "the file is empty" in err
 
 

@@ -42,6 +42,7 @@ data.prompt_data = "/nowhere/train.jsonl"
         ),
         (["inference.max_response_length=2048"], "inference.max_response_length", ["2048"]),
         (["evaluation.max_response_length=3000"], "evaluation.max_response_length", ["2048"]),
+        (["trainer.micro_batch_tokens=2046"], "trainer.micro_batch_tokens", ["at least 2047"]),
         (["inference.top_k=0"], "inference.top_k", ["-1 for off"]),
         (
             ["inference.server_concurrency=100", "inference.max_queued_requests=4"],

@@ -79,7 +79,7 @@ def require_usable(spec: RunSpec, folder: Path) -> None:
     """
     if spec.inference.engine == "native":
         read_model_shape(folder)
-    describe_model(folder)
+    _require_positions(spec.core.max_context_length, describe_model(folder))
 
 
 def describe_model(path: Path) -> PreparedModel:

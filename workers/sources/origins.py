@@ -55,7 +55,7 @@ def local_origin(spec: RunSpec) -> Origin | None:
     if path.is_dir():
         return FolderOrigin(path.resolve())
     if path.exists() or source.startswith((".", "/", "~")) or source.count("/") > 1:
-        raise ConfigurationError(f"model.source: {source!r} is not a folder")
+        raise ConfigurationError(f'model.source = "{source}": no such folder')
     return None
 
 

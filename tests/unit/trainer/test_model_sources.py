@@ -44,11 +44,41 @@ def test_a_folder_is_linked_copied_marked_and_used_again(make_spec, model_dir, s
 
 
 def test_another_source_is_refused_and_says_what_changed(make_spec, model_dir, store):
-    prepare_model(make_spec(model={"source": str(model_dir)}), store)
+    spec = make_spec(model={"source": str(model_dir)})
+    prepare_model(spec, store)
     config = json.loads((model_dir / "config.json").read_text())
     (model_dir / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1.0}))
+    store.write_json("prepared/report.json", {})
     with pytest.raises(ConfigurationError, match=r"prepared from another model \(identity\.source"):
+        prepare_model(spec, store)
+
+
+def test_what_a_failed_start_left_gives_way_to_a_corrected_source(make_spec, model_dir, store):
+    spec = make_spec(model={"source": str(model_dir)})
+    prepare_model(spec, store)  # and then the start failed: no report, nothing sampled
+    config = json.loads((model_dir / "config.json").read_text())
+    (model_dir / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1.0}))
+    prepared = prepare_model(spec, store)
+    assert json.loads((prepared.path / "config.json").read_text())["rms_norm_eps"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("config.json", "{nope", r"model/config\.json cannot be read as JSON"),
+        ("config.json", "[]", r"model/config\.json must hold a JSON object"),
+        ("config.json", '{"model_type": "bert"}', r"'bert' is not supported .*qwen3"),
+        ("generation_config.json", "{nope", r"generation_config\.json cannot be read"),
+        ("model.safetensors", "torn", r"model/model\.safetensors cannot be read"),
+    ],
+)
+def test_what_no_engine_can_serve_is_refused_at_its_source(
+    make_spec, model_dir, store, file, content, message
+):
+    (model_dir / file).write_text(content)
+    with pytest.raises(ConfigurationError, match=message):
         prepare_model(make_spec(model={"source": str(model_dir)}), store)
+    assert not store.exists("prepared")
 
 
 def test_a_context_beyond_the_model_is_refused(make_spec, model_dir, store):
@@ -77,7 +107,7 @@ def test_a_changed_prepared_folder_is_refused(make_spec, model_dir, store):
     [
         ("model.safetensors", "holds no"),
         ("config.json", r"no config\.json"),
-        ("tokenizer*.json", "no tokenizer files"),
+        ("tokenizer*.json", r"has no tokenizer; it needs one of tokenizer\.json"),
     ],
 )
 def test_incomplete_folders_are_refused_before_work(make_spec, model_dir, store, missing, message):
@@ -103,7 +133,7 @@ def test_a_root_inside_the_source_is_refused(make_spec, model_dir):
 
 
 def test_a_missing_folder_and_an_unreachable_hub_say_so(make_spec, store, monkeypatch):
-    with pytest.raises(ConfigurationError, match="is not a folder"):
+    with pytest.raises(ConfigurationError, match="no such folder"):
         prepare_model(make_spec(model={"source": "./nowhere"}), store)
 
     def offline(*_: object, **__: object) -> str:

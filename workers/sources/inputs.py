@@ -1,0 +1,62 @@
+"""What a run reads on this machine, looked into before anything expensive starts.
+
+The same code as in ``prepare``, without what takes long: no weights, no tokenizer, one question of
+each generator. A hub model is not fetched.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+from configs.inputs import find_missing_inputs
+from configs.paths import is_url
+from configs.problem import Problem
+from configs.run import RunSpec
+from models.errors import ConfigurationError
+
+
+def find_input_problems(spec: RunSpec) -> list[Problem]:
+    """Everything about the run's model, data and root that would end it while it prepares."""
+    return [
+        *_refusals(partial(_check_model, spec)),
+        *find_missing_inputs(spec),
+        *_data(spec),
+    ]
+
+
+def _check_model(spec: RunSpec) -> None:
+    source = spec.model.source
+    if source == "tiny":
+        return
+    # safetensors and importlib are not needed for a tiny model.
+    from workers.sources.model import require_usable
+    from workers.sources.origins import FolderOrigin, local_origin
+
+    origin = local_origin(spec)
+    if isinstance(origin, FolderOrigin):
+        require_usable(spec, origin.path)
+
+
+def _data(spec: RunSpec) -> Iterator[Problem]:
+    from workers.sources.rows import jsonl_rows
+    from workers.sources.tasks import first_question
+
+    for task in spec.data.tasks:
+        yield from _refusals(partial(first_question, task, spec.data.seed))
+    for path in (spec.data.prompt_data, spec.data.eval_prompt_data):
+        if path is not None and not is_url(path) and _has_content(Path(path)):
+            content = Path(path).read_bytes()
+            yield from _refusals(partial(jsonl_rows, path, content, spec.data.verifier))
+
+
+def _has_content(path: Path) -> bool:
+    """False for what ``find_missing_inputs`` has reported."""
+    return path.is_file() and path.stat().st_size > 0
+
+
+def _refusals(check: Callable[[], object]) -> Iterator[Problem]:
+    """The refusal of ``check``, if any. It names file or key itself."""
+    try:
+        check()
+    except ConfigurationError as error:
+        yield Problem("", error.message)
