@@ -5,6 +5,9 @@ once took ten times the processor time of the same calls here. Each open call ha
 one connection, and idle lanes are a stack.
 """
 
+import ssl
+from functools import cache
+
 import httpx
 
 KEEPALIVE_EXPIRY_S = 5.0
@@ -15,7 +18,6 @@ class LaneTransport(httpx.AsyncBaseTransport):
     """Reads each answer wholly before it returns, so a lane is free when the call is over."""
 
     def __init__(self) -> None:
-        self._tls = httpx.create_ssl_context()
         self._idle: list[httpx.AsyncHTTPTransport] = []
         self._busy: set[httpx.AsyncHTTPTransport] = set()
 
@@ -23,15 +25,21 @@ class LaneTransport(httpx.AsyncBaseTransport):
         """Send ``request`` on an idle connection, or on a new one."""
         lane = self._idle.pop() if self._idle else self._new_lane()
         self._busy.add(lane)
+        whole = False
         try:
             response = await lane.handle_async_request(request)
             try:
                 content = await response.aread()
             finally:
                 await response.aclose()
+            whole = True
         finally:
             self._busy.discard(lane)
-            self._idle.append(lane)
+            if whole:
+                self._idle.append(lane)
+            else:
+                # A cancelled call may leave its pool waiting for a connection for ever.
+                await lane.aclose()
         return httpx.Response(
             response.status_code,
             headers=[
@@ -50,7 +58,13 @@ class LaneTransport(httpx.AsyncBaseTransport):
 
     def _new_lane(self) -> httpx.AsyncHTTPTransport:
         return httpx.AsyncHTTPTransport(
-            verify=self._tls,
+            verify=_tls(),
             trust_env=False,
             limits=httpx.Limits(max_connections=1, keepalive_expiry=KEEPALIVE_EXPIRY_S),
         )
+
+
+@cache
+def _tls() -> ssl.SSLContext:
+    """One context a process: reading the certificates takes longer than a publication's calls."""
+    return httpx.create_ssl_context()
