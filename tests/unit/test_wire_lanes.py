@@ -80,6 +80,18 @@ async def test_a_cancelled_call_leaves_a_usable_transport(server, http):
     assert server.connections == 2  # the cancelled call's connection is never used again
 
 
+async def test_calls_cancelled_at_any_moment_leave_no_stuck_lane(server, http):
+    server.go.set()
+    for ticks in range(40):
+        call = asyncio.ensure_future(http.post(server.url, json=ticks))
+        for _ in range(ticks):
+            await asyncio.sleep(0)
+        call.cancel()
+        await asyncio.wait({call})
+        async with asyncio.timeout(5):
+            assert (await http.post(server.url, json=ticks)).json() == ticks
+
+
 async def test_a_closed_client_refuses_calls(server, http):
     call = asyncio.ensure_future(http.post(server.url, json=1))
     while server.waiting < 1:
