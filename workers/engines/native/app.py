@@ -4,14 +4,14 @@ from collections.abc import Awaitable, Callable
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from activities.wire import contract
 from workers.engines.native.answers import PayloadError, ServerError, json_response
 from workers.engines.native.control import Control
-from workers.engines.native.generation import Generation
+from workers.engines.native.generation import CLIENT_GONE, Generation
 from workers.engines.native.model_thread import ModelThread
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -60,13 +60,22 @@ def build_app(generation: Generation, control: Control, model: ModelThread) -> S
     ]
     return Starlette(
         routes=routes,
-        exception_handlers={PayloadError: _payload_error, HTTPException: _http_error},
+        exception_handlers={
+            PayloadError: _payload_error,
+            HTTPException: _http_error,
+            ClientDisconnect: _client_gone,
+        },
     )
 
 
 async def _payload_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, PayloadError)
     return error.response()
+
+
+async def _client_gone(_: Request, error: Exception) -> Response:
+    """The client hung up while it was still sending; nobody reads this."""
+    return Response(status_code=CLIENT_GONE)
 
 
 async def _http_error(_: Request, error: Exception) -> Response:
