@@ -17,7 +17,6 @@ class SampledTally:
     reward_sum: float = 0.0
     scored_samples: int = 0
     error_samples: int = 0
-    response_tokens: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
     """Drop reason -> groups."""
     faults: dict[str, int] = field(default_factory=dict)
@@ -26,7 +25,6 @@ class SampledTally:
     def add(self, group: SampleGroup, drop_reason: str | None) -> None:
         """Count a finished group."""
         for sample in group.samples:
-            self.response_tokens += len(sample.response_token_ids)
             if math.isfinite(sample.reward):
                 self.reward_sum += sample.reward
                 self.scored_samples += 1
@@ -87,7 +85,7 @@ def collection_metrics(
         "rollout/invalid_verdicts": counts.invalid_verdicts,
         "rollout/requeued_groups": sum(tally.faults.values()),
         "rollout/seconds": seconds,
-        "rollout/response_tokens_per_second": tally.response_tokens / max(seconds, 1e-9),
+        "rollout/response_tokens_per_second": counts.response_tokens / max(seconds, 1e-9),
         "rollout/weight_version/min": min(versions),
         "rollout/weight_version/max": max(versions),
         "rollout/max_requeues": max_requeues,

@@ -233,6 +233,10 @@ async def test_ties_are_replaced_in_draw_order_whatever_ends_first(rig):
     assert [draw.group_index for draw in state.pending] == mixed
     name = f"rollout/dynamic_filter/drop_{next(iter(collection.counts.filtered_groups))}"
     assert collection.metrics[name] >= 1
+    # dropped groups cost time, but what they hold is not delivered
+    tokens = sum(len(sample.response_token_ids) for group in groups for sample in group.samples)
+    rate = collection.metrics["rollout/response_tokens_per_second"]
+    assert rate * collection.seconds == pytest.approx(tokens)
 
 
 async def test_a_policy_that_always_ties_ends_its_collection(rig):
