@@ -4,7 +4,7 @@ from pydantic import Field
 
 from models.base import Carried, Frozen
 from models.ids import RunRef
-from models.prompt import DataState
+from models.prompt import DataState, PromptDraw
 
 
 class CollectRequest(Frozen):
@@ -53,6 +53,14 @@ class RolloutCollection(Frozen):
     metrics: dict[str, float] = Field(default_factory=dict)
 
 
+class DroppedGroup(Carried):
+    """A finished group that must not train; it is consumed with its collection all the same."""
+
+    draw: PromptDraw
+    reason: str
+    """``zero_std_R`` or ``verifier_error``, as in ``CollectionCounts.filtered_groups``."""
+
+
 class CollectionManifest(Carried):
     """``rollouts/{update:07d}.e{epoch}.json``: written last, makes the Parquet file count."""
 
@@ -60,3 +68,5 @@ class CollectionManifest(Carried):
     collection: RolloutCollection
     data_after: DataState
     """Cursor and ledger with this collection counted as consumed: a new producer starts here."""
+    dropped: tuple[DroppedGroup, ...] = ()
+    """Groups that were sampled for this collection and dropped, in hand-out order."""

@@ -233,7 +233,10 @@ class RolloutProducer:
             group.advantages = group_advantages(
                 group.rewards, self._spec.training.grpo_std_normalization
             )
-        self._source.assign(request.update, [group.group_index for group in groups])
+        dropped = work.dropped
+        consumed = [group.group_index for group in groups]
+        consumed += [each.draw.group_index for each in dropped]
+        self._source.assign(request.update, consumed)
         data_after = self._source.snapshot(request.update)
         uri = collection_parquet(request.update, request.epoch)
         sha256 = await asyncio.to_thread(write_collection, self._store, uri, groups)
@@ -254,7 +257,9 @@ class RolloutProducer:
             seconds=seconds,
             metrics=metrics,
         )
-        manifest = CollectionManifest(collection=collection, data_after=data_after)
+        manifest = CollectionManifest(
+            collection=collection, data_after=data_after, dropped=tuple(dropped)
+        )
         self._epochs.admit(FenceToken(epoch=request.epoch, update=0, attempt=0))
         await asyncio.to_thread(
             self._store.write_json,
@@ -272,7 +277,8 @@ class RolloutProducer:
     async def _adopt(self, update: int, manifest: CollectionManifest) -> RolloutCollection:
         """Take over a collection that an earlier life of this producer committed."""
         groups = await asyncio.to_thread(read_collection, self._store, manifest.collection)
-        self._source.adopt(update, groups, manifest.data_after)
+        dropped = [each.draw for each in manifest.dropped]
+        self._source.adopt(update, groups, manifest.data_after, dropped)
         return manifest.collection
 
     async def _run_evaluation(self, request: EvaluateRequest) -> EvaluationReport:

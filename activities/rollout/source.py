@@ -1,10 +1,10 @@
-r"""Where prompts come from: a cursor over the training rows and a ledger of what is handed out.
+"""Where prompts come from: a cursor over the training rows and a ledger of what is handed out.
 
-Each draw is in the ledger from hand-out until an update consumed it or a filter dropped it, so a
-snapshot at any moment names every prompt that a resumed run still owes:
+Each draw is in the ledger from hand-out until an update consumed the collection that keeps or drops
+its group, so a snapshot at any moment names every prompt that a resumed run still owes:
 
     rows --draw--> out --assign(u)--> in collection u --(u trained)--> forgotten
-            ^       |  \--acknowledge (filtered, dropped)-----------> forgotten
+            ^       |
             |       v
          waiting <--requeue (fault, abandoned collection), same identity, at the front
 """
@@ -22,7 +22,7 @@ from models.sample import SampleGroup
 
 @dataclass(slots=True)
 class _Entry:
-    """A ledger row. ``update`` is the collection that holds the finished group, if any."""
+    """A ledger row. ``update`` is the collection that keeps or drops the finished group, if any."""
 
     draw: PromptDraw
     waiting: bool = False
@@ -94,16 +94,8 @@ class PromptSource:
                 entry.waiting, entry.update = True, None
                 self._waiting.appendleft(group_index)
 
-    def acknowledge(self, group_indices: Iterable[int]) -> None:
-        """Forget draws that will never train: filtered or dropped groups."""
-        with self._lock:
-            for group_index in group_indices:
-                if self._entry(group_index).waiting:
-                    raise ContractViolation(f"prompt group {group_index} waits for its retry")
-                del self._ledger[group_index]
-
     def assign(self, update: int, group_indices: Iterable[int]) -> None:
-        """Record that the collection of ``update`` holds these finished groups."""
+        """Record that the collection of ``update`` keeps or drops these finished groups."""
         with self._lock:
             for group_index in group_indices:
                 entry = self._entry(group_index)
@@ -144,10 +136,16 @@ class PromptSource:
             )
             return self._cursor.model_copy(update={"pending": pending})
 
-    def adopt(self, update: int, groups: Sequence[SampleGroup], after: DataState) -> None:
+    def adopt(
+        self,
+        update: int,
+        groups: Sequence[SampleGroup],
+        after: DataState,
+        dropped: Iterable[PromptDraw] = (),
+    ) -> None:
         """Take over a committed collection that this source does not remember making.
 
-        ``after`` is the state recorded with it. Groups of other collections stay theirs.
+        ``after`` and ``dropped`` are recorded with it. Groups of other collections stay theirs.
         """
         rows = {each.metadata.prepared_sample_id: row for row, each in enumerate(self._prompts)}
         with self._lock:
@@ -164,6 +162,8 @@ class PromptSource:
                     row=rows[group.prepared_sample_id],
                     prepared_sample_id=group.prepared_sample_id,
                 )
+                self._ledger[draw.group_index] = _Entry(draw, update=update)
+            for draw in dropped:
                 self._ledger[draw.group_index] = _Entry(draw, update=update)
 
     def _next_row(self) -> _Entry:

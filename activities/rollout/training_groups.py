@@ -14,6 +14,7 @@ from activities.rollout.source import PromptSource
 from activities.rollout.summary import SampledTally
 from models.errors import ContractViolation, GenerationFault
 from models.prompt import PromptDraw
+from models.rollout import DroppedGroup
 from models.sample import SampleGroup
 
 FILTER_FACTOR = 16
@@ -47,13 +48,22 @@ class TrainingGroups:
         self._filter_zero_std = filter_zero_std
         self._ordinals: dict[int, int] = {}  # group index -> position among this collection's draws
         self._kept: dict[int, SampleGroup] = {}
-        self._held: dict[int, PromptDraw] = {}  # drawn, neither dropped nor given back
+        self._dropped: dict[int, str] = {}  # group index -> reason
+        self._held: dict[int, PromptDraw] = {}  # drawn and not given back, dropped ones included
         self.tally = SampledTally()
 
     @property
     def kept(self) -> list[SampleGroup]:
         """Kept groups in draw order."""
         return [self._kept[index] for index in sorted(self._kept)]
+
+    @property
+    def dropped(self) -> list[DroppedGroup]:
+        """Groups that must not train, in draw order."""
+        return [
+            DroppedGroup(draw=self._held[index], reason=self._dropped[index])
+            for index in sorted(self._dropped)
+        ]
 
     @property
     def samples_done(self) -> int:
@@ -81,15 +91,17 @@ class TrainingGroups:
         return await self._sampler.attempt(draw, prompt, self._version, self._gate)
 
     def on_finished(self, draw: PromptDraw, group: SampleGroup) -> None:
-        """Keep the group, or acknowledge and count it when it must not train."""
+        """Keep the group, or drop it when it must not train.
+
+        A dropped draw stays held until the commit: an abandoned collection owes it as well.
+        """
         exempt = self._ordinals[draw.group_index] >= FILTER_FACTOR * self._batch_size
         reason = drop_reason(group.rewards, self._filter_zero_std and not exempt)
         self.tally.add(group, reason)
         if reason is None:
             self._kept[draw.group_index] = group
             return
-        del self._held[draw.group_index]
-        self._source.acknowledge([draw.group_index])
+        self._dropped[draw.group_index] = reason
         if reason == VERIFIER_ERROR:
             self._refuse_broken_verifier(group)
 
@@ -108,6 +120,7 @@ class TrainingGroups:
         self._source.requeue(sorted(self._held), failed=False)
         self._held.clear()
         self._kept.clear()
+        self._dropped.clear()
 
     def _refuse_broken_verifier(self, group: SampleGroup) -> None:
         details = [

@@ -35,7 +35,7 @@ def make_source(state=None):
 
 
 class Ledger(RuleBasedStateMachine):
-    """The model: each group index is out, in a collection, or done (trained or filtered)."""
+    """The model: each group index is out, in a collection, or done (trained or dropped)."""
 
     def __init__(self):
         super().__init__()
@@ -67,15 +67,6 @@ class Ledger(RuleBasedStateMachine):
         chosen = data.draw(st.lists(st.sampled_from(sorted(self.out)), unique=True, min_size=1))
         self.source.requeue(chosen)
         self.out -= set(chosen)
-
-    @precondition(lambda self: self.out)
-    @rule(data=st.data())
-    def filter(self, data):
-        index = data.draw(st.sampled_from(sorted(self.out)))
-        self.source.acknowledge([index])
-        self.out.remove(index)
-        self.owed.remove(index)
-        self.done.add(index)
 
     @precondition(lambda self: self.out)
     @rule(data=st.data())

@@ -87,11 +87,10 @@ def test_resume_at_the_exact_end_of_an_epoch_goes_on_with_the_next():
 
 
 def test_pending_holds_everything_drawn_and_not_consumed():
-    # Of four groups, one is filtered, one trained, one generating, one finished.
+    # Of four groups, one is dropped, one trained, one generating, one finished.
     ledger = source(8, shuffle=False)
     drawn = ledger.draw(4)
-    ledger.acknowledge([drawn[0].group_index])
-    ledger.assign(0, [drawn[1].group_index])
+    ledger.assign(0, [drawn[1].group_index, drawn[0].group_index])
     ledger.assign(1, [drawn[3].group_index])
     state = ledger.snapshot(0)
     assert state.sample_offset == 4
@@ -101,7 +100,7 @@ def test_pending_holds_everything_drawn_and_not_consumed():
     again = resumed.draw(3)
     assert rows(again) == [2, 3, 4]
     assert [draw.first_sample_index for draw in again] == [4, 6, 8]
-    assert indices(ledger.snapshot(-1).pending) == [1, 2, 3]
+    assert indices(ledger.snapshot(-1).pending) == [0, 1, 2, 3]
 
 
 def test_requeue_goes_to_the_front_in_order_with_the_same_identity():
@@ -128,7 +127,6 @@ def test_an_unknown_identity_is_an_error(group_index):
     ledger.draw(2)
     for call in (
         lambda: ledger.requeue([group_index]),
-        lambda: ledger.acknowledge([group_index]),
         lambda: ledger.assign(0, [group_index]),
     ):
         with pytest.raises(ContractViolation, match=str(group_index)):
@@ -144,8 +142,6 @@ def test_a_group_joins_one_collection_only():
     ledger.requeue([1])
     with pytest.raises(ContractViolation, match="waits"):
         ledger.assign(1, [1])
-    with pytest.raises(ContractViolation, match="waits"):
-        ledger.acknowledge([1])
 
 
 def test_forgetting_drops_trained_groups():
@@ -172,11 +168,11 @@ def test_collections_of_a_dead_epoch_are_taken_apart():
 
 def test_adopting_a_collection_keeps_its_groups_until_they_are_trained():
     maker = source(6)
-    drawn = maker.draw(2)
+    drawn = maker.draw(3)
     maker.assign(0, indices(drawn))
     after = maker.snapshot(0)
     heir = source(6)
-    heir.adopt(0, [group_of(draw) for draw in drawn], after)
+    heir.adopt(0, [group_of(draw) for draw in drawn[:2]], after, drawn[2:])
     assert heir.snapshot(-1) == maker.snapshot(-1)
     assert heir.draw(2) == maker.draw(2)
 
