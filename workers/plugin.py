@@ -20,6 +20,7 @@ PASSED_THROUGH = (
     "workflows.loop",
     "workflows.options",
     "workflows.recovery",
+    "workflows.request",
     "workflows.stages",
     "pydantic_core",
     "annotated_types",

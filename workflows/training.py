@@ -16,17 +16,18 @@ eagerly, without two queue hops.
 
 import asyncio
 from datetime import timedelta
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from pydantic import ValidationError
 from temporalio import workflow
 from temporalio.exceptions import ApplicationError, FailureError
 
-from models.errors import PerdureError
+from models.errors import ConfigurationError, PerdureError
 from models.run import RunOutcome, RunProgress, RunRequest, RunState, StopRequest
 from workflows import loop
 from workflows.calls import StageCalls
 from workflows.recovery import Failure, classify
+from workflows.request import parse_request
 from workflows.stages import RunStages
 
 DRAIN_TIMEOUT = timedelta(minutes=1)
@@ -40,15 +41,20 @@ class Training:
     """One run. The workflow id is the run's id; ``progress`` answers what it has done."""
 
     @workflow.init
-    def __init__(self, request: RunRequest = RunRequest()) -> None:  # noqa: B008 - frozen
-        self._request = request
+    def __init__(self, *inputs: Any) -> None:
+        request, self._refused = _parsed(inputs)
         self._calls = StageCalls()
         self._stages = RunStages(request, self._calls)
         self._closing = False
 
     @workflow.run
-    async def run(self, request: RunRequest = RunRequest()) -> RunOutcome:  # noqa: B008 - frozen
-        """Run to an end. Fails with the type of the error that ended it."""
+    async def run(self, *inputs: Any) -> RunOutcome:
+        """Run to an end. Fails with the type of the error that ended it.
+
+        Takes one ``RunRequest``; any other input fails the run (see ``workflows.request``).
+        """
+        if self._refused is not None:
+            raise _failed(Failure(self._refused.type_name(), self._refused.message, False))
         if self._stages.progress.run is None:
             await self._claim()
             if not self._calls.cancelled:
@@ -60,7 +66,7 @@ class Training:
         if self._calls.cancelled and state is RunState.STOPPED:
             raise asyncio.CancelledError
         if failure is not None:
-            raise ApplicationError(failure.message, type=failure.type, non_retryable=True)
+            raise _failed(failure)
         return self._stages.outcome()
 
     async def _claim(self) -> None:
@@ -68,10 +74,7 @@ class Training:
         try:
             await self._stages.claim()
         except FailureError as error:
-            failure = classify(error)
-            raise ApplicationError(
-                failure.message, type=failure.type, non_retryable=True
-            ) from error
+            raise _failed(classify(error)) from error
         if self._calls.cancelled:
             self._stages.note_cancel()
 
@@ -185,6 +188,18 @@ class Training:
         if progress.stop is not None:
             reason = progress.stop.reason or "no reason given"
             raise _refusal(f"the run is stopping already: {reason}")
+
+
+def _parsed(inputs: tuple[Any, ...]) -> tuple[RunRequest, ConfigurationError | None]:
+    """The request, or why there is none: raised by ``run``, because ``__init__`` cannot fail."""
+    try:
+        return parse_request(inputs), None
+    except ConfigurationError as error:
+        return RunRequest(), error
+
+
+def _failed(failure: Failure) -> ApplicationError:
+    return ApplicationError(failure.message, type=failure.type, non_retryable=True)
 
 
 def _refusal(message: str) -> ApplicationError:

@@ -69,7 +69,11 @@ class Stage:
         """Start the run as a user does."""
         request = RunRequest(config=self.document() if document is None else document)
         handle = await self.client.start_workflow(
-            Training.run, request, id=f"train/{self.name}", task_queue=CONTROL_QUEUE
+            "Training",
+            request,
+            result_type=RunOutcome,
+            id=f"train/{self.name}",
+            task_queue=CONTROL_QUEUE,
         )
         self.handles.append(handle)
         return handle

@@ -8,8 +8,7 @@ import pytest
 
 from activities.storage import layout
 from activities.storage.commit import newest_checkpoint
-from models.run import RunRequest, RunState
-from workflows.options import CONTROL_QUEUE
+from models.run import RunState
 
 pytestmark = pytest.mark.workflow
 
@@ -256,35 +255,6 @@ async def test_activities_carry_a_summary(stage: Any) -> None:
     ]
     assert "optimize update 1" in summaries
     assert "evaluate final after update 3" in summaries
-
-
-@pytest.mark.parametrize(
-    ("request_input", "text"),
-    [
-        (RunRequest(), "no 'config'"),
-        (RunRequest(config={"schema_version": 1, "nmae": "x"}), "nmae"),
-        ({"config": "not a table"}, "config"),
-        ([], "RunRequest"),
-    ],
-)
-async def test_bad_input_fails_the_run_instead_of_wedging_it(
-    stage: Any, request_input: Any, text: str
-) -> None:
-    handle = await stage.client.start_workflow(
-        "Training", request_input, id=f"train/{stage.name}", task_queue=CONTROL_QUEUE
-    )
-    failure = await stage.failure(handle)
-    assert text in failure.message
-    assert failure.type in ("ConfigurationError", "ValidationError")
-    assert not stage.root.exists()
-
-
-async def test_missing_input_fails_the_run(stage: Any) -> None:
-    handle = await stage.client.start_workflow(
-        "Training", id=f"train/{stage.name}", task_queue=CONTROL_QUEUE
-    )
-    failure = await stage.failure(handle)
-    assert failure.type == "ConfigurationError"
 
 
 async def test_a_foreign_root_is_refused_naming_its_owner(
