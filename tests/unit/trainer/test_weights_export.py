@@ -1,6 +1,7 @@
 """Exports: Hugging Face folders that others load, with digests that others can recompute."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -100,6 +101,27 @@ def test_final_export_is_proved_and_marked(make_spec, make_groups, model_dir, tm
             break
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert report.answer == tokenizer.decode(ids[0, 4:], skip_special_tokens=True)
+
+
+def test_large_logits_may_differ_by_rounding(make_spec, make_model, model_dir, tmp_path):
+    model = make_model("llama")
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(1e4)
+    model.save_pretrained(tmp_path / "loud")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(model_dir / name, tmp_path / "loud")
+    trainer = LocalTrainer(make_spec(), tmp_path / "loud")
+    report = trainer.export_hf(tmp_path / "hf", PROBE, "hf")
+    assert report.max_abs_logit_difference > 1e-4
+
+
+def test_a_configuration_that_computes_something_else_is_refused(make_spec, model_dir, tmp_path):
+    trainer = LocalTrainer(make_spec(), model_dir)
+    config = json.loads((model_dir / "config.json").read_text())
+    (model_dir / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-2}))
+    with pytest.raises(ContractViolation, match="re-loaded logits differ"):
+        trainer.export_hf(tmp_path / "hf", PROBE, "hf")
+    assert not (tmp_path / "hf").exists()
 
 
 def test_a_finished_export_of_these_weights_is_proved_again(
