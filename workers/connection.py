@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 from datetime import timedelta
 from functools import lru_cache
 
@@ -56,9 +57,9 @@ async def connect(address: str | None = None, *, timeout_s: float = CONNECT_TIME
                 connect_timeout=timedelta(seconds=timeout_s),
             )
     except (RuntimeError, RPCError, OSError, TimeoutError) as error:
-        reason = str(error).splitlines()[0] if str(error) else f"no answer in {timeout_s:g} s"
         raise ServiceUnreachable(
-            f"Temporal at {where} does not answer: {reason}. Start it, or set TEMPORAL_ADDRESS"
+            f"Temporal at {where} does not answer: {_reason(error) or f'{timeout_s:g} s passed'}. "
+            "Start it, or correct TEMPORAL_ADDRESS"
         ) from error
 
 
@@ -80,6 +81,13 @@ async def ensure_search_attributes(client: Client) -> bool:
         _log.warning("search attributes not registered", reason=error.message)
         return False
     return True
+
+
+def _reason(error: Exception) -> str:
+    """The innermost text of a transport error: the client nests Rust's debug output."""
+    text = " ".join(str(error).split())
+    quoted: list[str] = re.findall(r'(?:message|error): "([^"]+)"', text)
+    return quoted[-1] if quoted else text
 
 
 @lru_cache(maxsize=1)

@@ -104,6 +104,14 @@ def test_a_wish_that_is_no_port_is_refused(wish: str) -> None:
         choose(wish, 7233, "PERDURE_TEMPORAL_PORT")
 
 
+def test_two_services_never_share_a_port() -> None:
+    port = free_port()
+    assert choose(None, port, "PERDURE_RAY_PORT") == port
+    assert choose(None, port, "PERDURE_RAY_PORT", taken=(port,)) != port
+    with pytest.raises(ConfigurationError, match=f"PERDURE_RAY_PORT={port}: the stack listens"):
+        choose(str(port), 6379, "PERDURE_RAY_PORT", taken=(port,))
+
+
 async def test_supervisor_restarts_and_binds_services(tmp_path: Path) -> None:
     port = free_port()
     server = (

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from configs.load import Loaded, load_run
-from models.errors import ConfigurationError, RequestRefused
+from models.errors import ConfigurationError, RequestRefused, ServiceUnreachable
 from models.run import StopRequest
 from workers.cli.errors import DONE, FAILED, INTERRUPTED, USAGE
 from workers.cli.overview import overview
@@ -136,6 +136,18 @@ async def test_a_configuration_error_of_the_claim_is_exit_2(
     captured = capsys.readouterr()
     assert json.loads(captured.out.splitlines()[-1])["state"] == "failed"
     assert captured.err.splitlines()[-1].startswith("perdure: train/")
+
+
+async def test_a_ray_cluster_that_does_not_answer_is_told_before_anything_starts(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = desk.loaded()
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    with pytest.raises(ServiceUnreachable, match=r"no Ray cluster answers at 127\.0\.0\.1:1"):
+        await desk.run(loaded)
+    assert await look(desk.stage.client, loaded.spec.run_id) is None
+    monkeypatch.delenv("RAY_ADDRESS")
+    assert await desk.run(loaded) == DONE
 
 
 async def test_status_reports_runs_and_actors(desk: Desk) -> None:

@@ -1,6 +1,7 @@
 """One ``run``: find the workflow of the run's name, start it unless it is there, follow it."""
 
 import asyncio
+import os
 import shlex
 from collections.abc import Sequence
 
@@ -11,6 +12,7 @@ from activities.storage import layout
 from configs.load import Loaded
 from models.errors import ConfigurationError
 from models.run import RunOutcome, RunProgress, RunState
+from workers import ray_address
 from workers.cli import artifacts, errors
 from workers.cli.display import LiveReporter, PlainReporter, Reporter
 from workers.cli.ending import Ending, read_ending, show_ending
@@ -66,6 +68,9 @@ class Session:
     async def _start(self, client: Client, *, again: bool) -> None:
         run_id = self._loaded.spec.run_id
         fleet = self._loaded.spec.launch.fleet
+        ray = os.environ.get(ray_address.VARIABLE)
+        if self._place.stack is None and ray:
+            await ray_address.require_listener(ray)
         if self._place.stack is not None and fleet != EMBEDDED_FLEET:
             notice(
                 f"perdure: warning: launch.fleet = {fleet!r}, while the embedded stack serves "
@@ -100,7 +105,7 @@ class Session:
         outcome = await outcome_of(client, view.run_id)
         if not isinstance(outcome, RunOutcome) or outcome.state is not RunState.COMPLETE:
             return None
-        root = self._loaded.spec.output.root
+        root = str(view.memo.get("root") or self._loaded.spec.output.root)
         if self._place.stack is not None and not artifacts.exists(root, layout.WORKFLOW_JSON):
             self._say(f"{view.run_id} was complete, but {root} is gone; it starts over")
             return None

@@ -12,14 +12,13 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from models.errors import ServiceUnreachable
+from workers.ray_address import VARIABLE, require_listener
 
 T = TypeVar("T")
 
 DRIVER_NAMESPACE = "perdure"
 """Namespace of this process itself; each run's actors live in the namespace of its id."""
 
-PROBE_TIMEOUT_S = 5.0
-"""For a TCP connection: a join of an address where nobody listens would block for a minute."""
 JOIN_TIMEOUT_S = 60.0
 LEAVE_TIMEOUT_S = 10.0
 CONTROL_TIMEOUT_S = 30.0
@@ -33,7 +32,7 @@ class RayCluster:
     """A driver's view of the cluster at ``address`` (``host:port``; None: ``RAY_ADDRESS``)."""
 
     def __init__(self, address: str | None = None) -> None:
-        self._address = address or os.environ.get("RAY_ADDRESS", "")
+        self._address = address or os.environ.get(VARIABLE, "")
         self._joining: asyncio.Future[None] | None = None
 
     async def join(self) -> None:
@@ -43,7 +42,7 @@ class RayCluster:
             ServiceUnreachable: no address is known, nobody listens there, or Ray does not answer.
         """
         if self._joining is None:
-            await self._probe()
+            await require_listener(self._address)
             self._joining = asyncio.ensure_future(asyncio.to_thread(self._connect))
         joining = self._joining
         try:
@@ -186,22 +185,6 @@ class RayCluster:
             raise ServiceUnreachable(
                 f"actor {name} of {namespace} still holds its name after {CONTROL_TIMEOUT_S:g} s"
             ) from error
-
-    async def _probe(self) -> None:
-        host, _, port = self._address.rpartition(":")
-        if not host or not port.isdecimal():
-            raise ServiceUnreachable(
-                f"RAY_ADDRESS is {self._address!r}; set it to host:port of a Ray cluster, or use "
-                "the embedded stack (perdure up)"
-            )
-        try:
-            async with asyncio.timeout(PROBE_TIMEOUT_S):
-                _, writer = await asyncio.open_connection(host, int(port))
-        except (OSError, TimeoutError) as error:
-            raise ServiceUnreachable(
-                f"no Ray cluster answers at {self._address}: {error or 'timed out'}"
-            ) from error
-        writer.close()
 
     def _connect(self) -> None:
         if self._address.startswith(("127.", "localhost")):

@@ -1,5 +1,6 @@
 """What the command line does with the stack: ensure, look, stop."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -9,10 +10,23 @@ from collections.abc import Callable
 from pathlib import Path
 
 from models.errors import ConfigurationError, ServiceUnreachable
-from workers.local_stack.ports import LOOPBACK, TEMPORAL_PORT, UI_PORT, choose, is_free
+from workers.local_stack.ports import (
+    LOOPBACK,
+    RAY_PORT,
+    TEMPORAL_PORT,
+    UI_PORT,
+    choose,
+    is_free,
+)
 from workers.local_stack.processes import is_alive, kill_session, tail, wait_dead
 from workers.local_stack.services import build_services
 from workers.local_stack.state import StackInfo, StackStatus, read_status, state_dir
+from workers.ray_address import VARIABLE as RAY_GIVEN
+from workers.ray_address import require_listener
+
+TEMPORAL_WISH = "PERDURE_TEMPORAL_PORT"
+UI_WISH = "PERDURE_TEMPORAL_UI_PORT"
+RAY_WISH = "PERDURE_RAY_PORT"
 
 START_TIMEOUT_S = 150.0
 STOP_TIMEOUT_S = 45.0
@@ -40,8 +54,10 @@ def ensure_stack(
     ``notice`` is told what the wait is for. A second call on a ready stack takes milliseconds.
 
     Raises:
-        ConfigurationError: a program is missing, a wished port is taken, the folder is read-only.
-        ServiceUnreachable: a service keeps ending, or is not ready within 150 s.
+        ConfigurationError: a program is missing, a wished port is taken, the folder is read-only,
+            or a stack runs on other ports than are wished.
+        ServiceUnreachable: ``RAY_ADDRESS`` names a cluster that does not answer, a service keeps
+            ending, or is not ready within 150 s. Nothing that was started is left running.
     """
     folder = folder or state_dir()
     _make_folder(folder)
@@ -50,8 +66,14 @@ def ensure_stack(
         notice("starting Temporal and Ray")
         supervisor = _spawn(_choose_info(folder, status), folder)
     else:
+        _refuse_unmet(status.info)
         supervisor = None
-    return _await_ready(folder, supervisor, notice)
+    try:
+        return _await_ready(folder, supervisor, notice)
+    except ServiceUnreachable:
+        if supervisor is not None:
+            stop_stack(folder)  # its supervisor would go on trying for ever
+        raise
 
 
 def stop_stack(folder: Path | None = None) -> bool:
@@ -86,30 +108,61 @@ def _make_folder(folder: Path) -> None:
 
 
 def _choose_info(folder: Path, previous: StackStatus | None) -> StackInfo:
-    """The ports of the previous stack where they are still ours or free, else chosen anew."""
-    wanted = os.environ.get("PERDURE_TEMPORAL_PORT")
-    wanted_ui = os.environ.get("PERDURE_TEMPORAL_UI_PORT")
-    if previous and wanted is None and wanted_ui is None and _reusable(previous):
+    """Wished addresses, else the previous stack's where they are still ours or free, else new."""
+    wishes = _wishes()
+    given = wishes.get(RAY_GIVEN)
+    if given is not None:
+        asyncio.run(require_listener(given))
+    if previous and _reusable(previous) and not _unmet(wishes, previous.info):
         return previous.info
-    temporal = choose(wanted, TEMPORAL_PORT, "PERDURE_TEMPORAL_PORT")
-    ui = choose(wanted_ui, UI_PORT, "PERDURE_TEMPORAL_UI_PORT")
-    ray = choose(os.environ.get("PERDURE_RAY_PORT"), 6379, "PERDURE_RAY_PORT")
+    temporal = choose(wishes.get(TEMPORAL_WISH), TEMPORAL_PORT, TEMPORAL_WISH)
+    ui = choose(wishes.get(UI_WISH), UI_PORT, UI_WISH, taken=(temporal,))
+    if given is None:
+        ray = choose(wishes.get(RAY_WISH), RAY_PORT, RAY_WISH, taken=(temporal, ui))
     return StackInfo(
         temporal_address=f"{LOOPBACK}:{temporal}",
         temporal_ui=f"http://{LOOPBACK}:{ui}",
-        ray_address=f"{LOOPBACK}:{ray}",
+        ray_address=given or f"{LOOPBACK}:{ray}",
         state_dir=str(folder),
+        own_ray=given is None,
     )
+
+
+def _wishes() -> dict[str, str]:
+    """What the environment asks of the stack, by variable; an empty one asks for nothing."""
+    ray = RAY_GIVEN if os.environ.get(RAY_GIVEN) else RAY_WISH
+    values = {name: os.environ.get(name, "") for name in (TEMPORAL_WISH, UI_WISH, ray)}
+    return {name: value for name, value in values.items() if value}
+
+
+def _unmet(wishes: dict[str, str], info: StackInfo) -> dict[str, str]:
+    """Wishes that a stack does not fulfill -> what it has instead."""
+    has = {
+        TEMPORAL_WISH: info.temporal_address.rpartition(":")[2],
+        UI_WISH: info.temporal_ui.rpartition(":")[2],
+        RAY_WISH: info.ray_address.rpartition(":")[2],
+        RAY_GIVEN: info.ray_address,
+    }
+    return {name: has[name] for name, wish in wishes.items() if wish != has[name]}
+
+
+def _refuse_unmet(info: StackInfo) -> None:
+    """Refuse to go on with a running stack that is not what the environment asks for."""
+    wishes = _wishes()
+    for name, has in _unmet(wishes, info).items():
+        raise ConfigurationError(
+            f"{name}={wishes[name]}, but the embedded stack runs already with {has}; end it with "
+            "`perdure down`, or unset the variable"
+        )
 
 
 def _reusable(previous: StackStatus) -> bool:
     """A live service holds its port for us; a dead one's port must be free again."""
     living = {process.name for process in previous.processes if process.alive}
-    ports = {
-        "temporal": previous.info.temporal_address,
-        "ray": previous.info.ray_address,
-    }
-    return all(
+    ports = {"temporal": previous.info.temporal_address}
+    if previous.info.own_ray:
+        ports["ray"] = previous.info.ray_address
+    return (previous.info.own_ray or RAY_GIVEN in _wishes()) and all(
         name in living or is_free(int(address.rpartition(":")[2]))
         for name, address in ports.items()
     )
@@ -143,7 +196,9 @@ def _await_ready(
                 return status.info
             if status.failing and status.num_ends >= FAILING_ENDS:
                 raise ServiceUnreachable(f"the embedded stack does not start: {status.failing}")
-            missing = {"temporal", "ray", "control", "gpu"} - {p.name for p in status.processes}
+            missing = {s.name for s in build_services(status.info, folder)} - {
+                process.name for process in status.processes
+            }
             line = f"waiting for {', '.join(sorted(missing)) or 'the services'}"
             if line != said:
                 notice(line)

@@ -7,6 +7,7 @@ from models.errors import ConfigurationError
 TEMPORAL_PORT = 7233
 """Temporal's own default, so that the stock CLI finds the server without options."""
 UI_PORT = 8233
+RAY_PORT = 6379
 LOOPBACK = "127.0.0.1"
 
 
@@ -29,16 +30,20 @@ def free_port() -> int:
         return port
 
 
-def choose(wanted: str | None, default: int, what: str) -> int:
+def choose(wanted: str | None, default: int, what: str, taken: tuple[int, ...] = ()) -> int:
     """The wanted port or an error; without a wish the default, or any free one if it is taken.
+
+    ``taken`` are ports of the stack that nobody listens on yet.
 
     Raises:
         ConfigurationError: the wish is no port number, or the port is taken.
     """
     if wanted is None:
-        return default if is_free(default) else free_port()
+        return default if is_free(default) and default not in taken else free_port()
     if not wanted.isdigit() or not 0 < int(wanted) < 65536:
         raise ConfigurationError(f"{what}={wanted!r} is not a port number (1 to 65535)")
+    if int(wanted) in taken:
+        raise ConfigurationError(f"{what}={wanted}: the stack listens there already; give another")
     if not is_free(int(wanted)):
         raise ConfigurationError(
             f"{what}={wanted}: another process listens on {LOOPBACK}:{wanted}; end it, choose "

@@ -56,9 +56,10 @@ def executable(name: str, remedy: str) -> str:
 
 def build_services(info: StackInfo, folder: Path) -> tuple[Service, ...]:
     """All services in start order."""
+    ray = (_ray(info, folder),) if info.own_ray else ()
     return (
         _temporal(info, folder),
-        _ray(info, folder),
+        *ray,
         Service(
             "control",
             _perdure("worker", "control"),
@@ -70,22 +71,26 @@ def build_services(info: StackInfo, folder: Path) -> tuple[Service, ...]:
             "gpu",
             _perdure("worker", "gpu"),
             log_line=WORKER_READY_LINE,
-            needs=("temporal", "ray"),
-            dies_with=("ray",),
+            needs=("temporal", *(service.name for service in ray)),
+            dies_with=tuple(service.name for service in ray),
         ),
     )
 
 
 def environment(info: StackInfo, folder: Path) -> dict[str, str]:
     """What every child inherits: addresses, the Ray token, thread settings before torch."""
-    return os.environ | {
-        "PERDURE_STATE_DIR": str(folder),
-        "TEMPORAL_ADDRESS": info.temporal_address,
-        "RAY_ADDRESS": info.ray_address,
+    own_ray = {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": ray_token(folder),
         # On Linux too this is the switch that binds Ray's listeners to loopback.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    }
+    return {
+        **os.environ,
+        **(own_ray if info.own_ray else {}),
+        "PERDURE_STATE_DIR": str(folder),
+        "TEMPORAL_ADDRESS": info.temporal_address,
+        "RAY_ADDRESS": info.ray_address,
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",

@@ -28,6 +28,8 @@ class StackInfo(Carried):
     temporal_ui: str
     ray_address: str
     state_dir: str
+    own_ray: bool = True
+    """The stack runs Ray itself; else ``ray_address`` is a cluster that ``RAY_ADDRESS`` named."""
 
     @property
     def log_dir(self) -> Path:
@@ -70,8 +72,13 @@ def read_status(folder: Path) -> StackStatus | None:
     """The last written status, or None when there never was a stack here."""
     try:
         return StackStatus.model_validate_json(status_path(folder).read_bytes())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:
+        raise ConfigurationError(
+            f"{status_path(folder)} cannot be read ({error.strerror}); set PERDURE_STATE_DIR to a "
+            "folder of your own"
+        ) from error
     except ValueError as error:
         raise ConfigurationError(
             f"{status_path(folder)} is not readable ({error}); run `perdure down`, or remove it"
