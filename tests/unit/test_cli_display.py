@@ -144,11 +144,31 @@ def test_the_live_display_survives_a_run_nobody_knows_about() -> None:
 
 def test_an_error_is_shown_while_the_run_cleans_up() -> None:
     failing = progress(1, state="failed", stage="revoke", error="gone", error_type="TrainerLost")
-    expected = "failed (revoke): TrainerLost: gone"
-    assert lines_of([(failing, ""), (failing, "")])[-1] == expected
+    assert lines_of([(failing, ""), (failing, "")])[-1] == "failed: revoke"
+    assert "failed (revoke): TrainerLost: gone" in panel_text(failing)
+
+
+def test_an_error_is_not_shown_twice_at_the_end() -> None:
+    # The command prints it below the display.
+    failed = progress(1, state="failed", stage="failed", error="gone", error_type="TrainerLost")
+    assert "gone" not in panel_text(failed)
+    assert "gone" not in "".join(lines_of([(failed, "")]))
+
+
+def panel_text(report: RunProgress) -> str:
     stream = io.StringIO()
-    Console(file=stream, width=100).print(panel("train/a", failing, "", 0.0, None))
-    assert expected in stream.getvalue()
+    Console(file=stream, width=100).print(panel("train/a", report, "", 0.0, None))
+    return stream.getvalue()
+
+
+def test_a_note_that_only_counts_on_is_said_once() -> None:
+    waiting = RunProgress(stage="claim")
+    notes = ["silent for 9 s", "silent for 14 s", "", "silent for 7 s"]
+    assert lines_of([(waiting, note) for note in notes]) == [
+        "silent for 9 s",
+        "preparing: claim",
+        "silent for 7 s",
+    ]
 
 
 def test_a_resumed_run_does_not_repeat_what_an_earlier_attempt_did() -> None:

@@ -3,6 +3,7 @@
 Both are told the newest ``RunProgress`` and know nothing of where it came from.
 """
 
+import re
 import time
 from types import TracebackType
 from typing import Protocol, Self
@@ -79,6 +80,7 @@ class PlainReporter:
         self._console = console
         self._updates = -1
         self._said = ""
+        self._noted = ""
 
     def __enter__(self) -> Self:
         return self
@@ -93,8 +95,11 @@ class PlainReporter:
 
     def show(self, progress: RunProgress | None, note: str = "") -> None:
         """Write what is new."""
-        if note:
-            self._once(note)
+        # A note counts seconds; it is said again only when it says something else.
+        plain = re.sub(r"\d+", "", note)
+        if note and plain != self._noted:
+            self._line(note)
+        self._noted = plain
         if progress is None:
             return
         if self._updates < 0 or progress.state is RunState.PREPARING:
@@ -102,9 +107,7 @@ class PlainReporter:
         for update in range(self._updates, progress.next_update):
             self._line(update_line(progress, update))
         self._updates = max(self._updates, progress.next_update)
-        if progress.error is not None:
-            self._once(error_line(progress))
-        elif _is_worth_a_line(progress):
+        if _is_worth_a_line(progress):
             self._once(f"{progress.state.value}: {progress.stage}")
 
     def _once(self, text: str) -> None:
@@ -139,7 +142,8 @@ def panel(
         lines: list[RenderableType] = [Text.assemble((run_id, "bold"), "  ", "waiting")]
     else:
         lines = [_head(run_id, progress, elapsed_s), *_body(progress)]
-    if progress is not None and progress.error is not None:
+    # At the end the error itself is the last thing that is printed, below.
+    if progress is not None and progress.error is not None and not _is_at_its_end(progress):
         lines.append(Text(error_line(progress), style="red"))
     if ui:
         lines.append(Text(history_url(ui, run_id), style="dim"))
@@ -155,9 +159,11 @@ def history_url(ui: str, run_id: str) -> str:
 
 def error_line(progress: RunProgress) -> str:
     """What a run is ending of, while it still cleans up."""
-    state = progress.state.value
-    where = "" if progress.stage == state else f" ({progress.stage})"
-    return f"{state}{where}: {progress.error_type}: {progress.error}"
+    return f"{progress.state.value} ({progress.stage}): {progress.error_type}: {progress.error}"
+
+
+def _is_at_its_end(progress: RunProgress) -> bool:
+    return progress.stage == progress.state.value
 
 
 def eta_s(progress: RunProgress) -> float | None:
@@ -176,7 +182,7 @@ def duration(seconds: float) -> str:
 
 def _is_worth_a_line(progress: RunProgress) -> bool:
     """Stages of an update come and go too fast; those around the updates last."""
-    if progress.stage == progress.state.value:
+    if _is_at_its_end(progress):
         return False
     return progress.state is not RunState.TRAINING or progress.stage.split(" ")[0] in (
         "evaluate",

@@ -10,6 +10,7 @@ from models.errors import ConfigurationError, ServiceUnreachable
 from models.run import RunProgress, RunState
 from workers.cli.display import Reporter
 from workers.cli.server import RunView, look, progress_of
+from workflows.options import CONTROL_QUEUE, fleet_queue
 
 POLL_S = 0.5
 DESCRIBE_S = 5.0
@@ -30,6 +31,7 @@ async def follow(
         ServiceUnreachable: the server was away for five minutes.
     """
     last: RunProgress | None = None
+    queue = CONTROL_QUEUE
     answered = reached = described = time.monotonic()
     while True:
         note = ""
@@ -40,6 +42,7 @@ async def follow(
                 view = await look(client, run_id)
                 if view is None:
                     raise ConfigurationError(f"{run_id}: the server knows no such run")
+                queue = view.task_queue
                 if not view.is_open:
                     reporter.show(progress or last, "")
                     return view, progress or last
@@ -52,7 +55,7 @@ async def follow(
         if now - reached > SILENT_LIMIT_S:
             note = f"Temporal has not answered for {now - reached:.0f} s; the run's workers wait"
         elif now - answered > SILENT_LIMIT_S:
-            note = f"no control worker has answered for {now - answered:.0f} s"
+            note = f"{_who(queue)} has answered for {now - answered:.0f} s"
         if now - reached > UNREACHABLE_LIMIT_S:
             raise ServiceUnreachable(
                 f"Temporal has been away for {UNREACHABLE_LIMIT_S:.0f} s; the run goes on when it "
@@ -60,6 +63,14 @@ async def follow(
             )
         reporter.show(progress or last, note)
         await asyncio.sleep(POLL_S)
+
+
+def _who(queue: str) -> str:
+    """Nobody of those who should serve ``queue``, and how to start one."""
+    if queue == CONTROL_QUEUE:
+        return "no control worker (perdure worker control)"
+    fleet = queue.removeprefix(fleet_queue(""))
+    return f"no worker of fleet {fleet!r} (perdure worker gpu --fleet {fleet}, beside its Ray)"
 
 
 def _may_be_over(progress: RunProgress | None) -> bool:

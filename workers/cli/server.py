@@ -53,6 +53,8 @@ class RunView:
     started_unix: float
     closed_unix: float | None
     memo: dict[str, Any]
+    task_queue: str = CONTROL_QUEUE
+    """Whose workers the run waits for."""
 
     @property
     def is_open(self) -> bool:
@@ -206,6 +208,7 @@ async def _view(description: WorkflowExecutionDescription) -> RunView:
         started_unix=description.start_time.timestamp(),
         closed_unix=description.close_time.timestamp() if description.close_time else None,
         memo=dict(await description.memo()),
+        task_queue=description.task_queue,
     )
 
 
