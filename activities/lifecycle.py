@@ -136,7 +136,7 @@ def _check_identity(store: Store, loaded: Loaded) -> None:
         )
     recorded = store.read_json(layout.RESOLVED_CONFIG)
     before = comparable_sha256(recorded)
-    # A run that never finished preparing has nothing that depends on its run file yet.
+    # Before the first collection nothing depends on the run file that a new start would not redo.
     if before != loaded.identity and is_settled(store):
         raise ConfigurationError(
             f"the configuration changed: {store.root} was started with {before}, "

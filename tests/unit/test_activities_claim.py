@@ -119,7 +119,7 @@ async def test_the_attempt_ledger(desk: Desk, limit: int, starts: list[int]) -> 
 
 async def test_a_changed_configuration_is_refused_with_both_digests(desk: Desk) -> None:
     await desk.claim()
-    desk.store.write_json("prepared/report.json", {})
+    desk.store.write_json("rollouts/0000000.e1.json", {})
     before = resolve_document(desk.document, origin="t")
     changed = dict(desk.document, optimizer={"learning_rate": 0.25})
     after = resolve_document(changed, origin="t")

@@ -280,7 +280,7 @@ def test_prepared_data_is_immutable(
 ) -> None:
     data: dict[str, Any] = {"prompt_data": setup.lines({"prompt": "p", "answer": "a"})}
     setup.prepare(data)
-    setup.store.write_json("prepared/report.json", {})
+    setup.store.write_json("rollouts/0000000.e1.json", {})
     with pytest.raises(ConfigurationError, match=message):
         setup.prepare(change(setup, data))
 
@@ -290,7 +290,7 @@ def test_what_a_failed_start_left_gives_way_to_corrected_input(
     setup: Setup, change: Callable[[Setup, dict[str, Any]], dict[str, Any]]
 ) -> None:
     data: dict[str, Any] = {"prompt_data": setup.lines({"prompt": "p", "answer": "a"})}
-    setup.prepare(data)  # and then the start failed: no report, nothing sampled
+    setup.prepare(data)  # and then the start failed: nothing was sampled
     changed = change(setup, data)
     assert not setup.prepare(changed).reused
     assert setup.prepare(changed).reused
@@ -298,7 +298,7 @@ def test_what_a_failed_start_left_gives_way_to_corrected_input(
 
 def test_another_tokenizer_is_refused(setup: Setup, tmp_path: Path) -> None:
     setup.prepare(words())
-    setup.store.write_json("prepared/report.json", {})
+    setup.store.write_json("rollouts/0000000.e1.json", {})
     other = tmp_path / "model"
     other.mkdir()
     for path in setup.model_dir.iterdir():

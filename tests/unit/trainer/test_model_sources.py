@@ -48,14 +48,14 @@ def test_another_source_is_refused_and_says_what_changed(make_spec, model_dir, s
     prepare_model(spec, store)
     config = json.loads((model_dir / "config.json").read_text())
     (model_dir / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1.0}))
-    store.write_json("prepared/report.json", {})
+    store.write_json("rollouts/0000000.e1.json", {})
     with pytest.raises(ConfigurationError, match=r"prepared from another model \(identity\.source"):
         prepare_model(spec, store)
 
 
 def test_what_a_failed_start_left_gives_way_to_a_corrected_source(make_spec, model_dir, store):
     spec = make_spec(model={"source": str(model_dir)})
-    prepare_model(spec, store)  # and then the start failed: no report, nothing sampled
+    prepare_model(spec, store)  # and then the start failed: nothing was sampled
     config = json.loads((model_dir / "config.json").read_text())
     (model_dir / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1.0}))
     prepared = prepare_model(spec, store)
