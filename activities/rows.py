@@ -30,10 +30,6 @@ def rollout_metrics(collection: RolloutCollection) -> dict[str, float]:
         / max(collection.seconds, 1e-9),
         "rollout/weight_version/min": collection.min_version,
         "rollout/weight_version/max": collection.max_version,
-        **{
-            f"rollout/dynamic_filter/{reason}": groups
-            for reason, groups in counts.filtered_groups.items()
-        },
     }
     return {**derived, **collection.metrics, "rollout/step": collection.update}
 
@@ -55,13 +51,11 @@ def train_metrics(report: UpdateReport, collection: RolloutCollection) -> dict[s
 
 def eval_metrics(report: EvaluationReport) -> dict[str, float]:
     """The row of an evaluation: the mean reward under its name, and its side figures."""
-    derived = {
+    return {
         f"eval/{report.name}": report.reward_mean,
-        f"eval/{report.name}/truncated_fraction": report.truncated_fraction,
-        f"eval/{report.name}/error_fraction": report.error_fraction,
-        f"eval/{report.name}/mean_response_tokens": report.mean_response_tokens,
+        **report.metrics,
+        "eval/step": report.update,
     }
-    return {**derived, **report.metrics, "eval/step": report.update}
 
 
 def append_metrics(store: Store, kind: str, update: int, metrics: Mapping[str, float]) -> None:

@@ -13,9 +13,8 @@ class CoreSection(Section):
     max_run_seconds: float | None = Field(default=None, gt=0)
     """Soft deadline: finish at a completed collection after this many wall-clock seconds."""
     max_policy_lag: int = Field(default=0, ge=0)
-    """Largest policy version minus behavior version, in optimizer steps. Below
-    (steps per update) the loop is sequential; from there on the next collection is sampled while
-    the trainer works."""
+    """Largest policy version minus behavior version at any optimizer step. With K steps an update,
+    at least K - 1; from 2K - 1 on the next collection is sampled while the trainer works."""
     publication_mode: Literal["barrier"] = "barrier"
     """How engines take new weights."""
     filter_zero_std_groups: bool = True

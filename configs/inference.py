@@ -30,6 +30,8 @@ class InferenceSection(Section):
     """Requests that one engine decodes at once."""
     max_queued_requests: int = Field(default=4096, ge=1)
     """Requests waiting in one engine; above it answers 503."""
+    kv_cache_mib: int = Field(default=2048, ge=1)
+    """Keys and values of all requests of one engine at most, in MiB; requests beyond it wait."""
     server_concurrency: int = Field(default=64, ge=1)
     """Generation calls that the producer keeps open per engine."""
     deterministic: bool = False

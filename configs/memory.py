@@ -14,8 +14,6 @@ from configs.run import RunSpec
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 _PROCESS_BYTES = 350 << 20
 """Interpreter, torch and transformers, resident in each process that computes (measured)."""
-KV_BUDGET_MIB = 2048
-"""Upper bound of one engine's KV cache; requests beyond it wait."""
 _TINY_VOCABULARY = 100
 """Newline, 95 printable ASCII characters and four special tokens."""
 
@@ -94,7 +92,7 @@ def estimate(spec: RunSpec, shape: ModelShape) -> dict[str, int]:
     weights = serving * shape.num_parameters
     tokens = spec.inference.max_running_requests * spec.core.max_context_length
     per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * serving
-    cache = min(tokens * per_token, KV_BUDGET_MIB << 20)
+    cache = min(tokens * per_token, spec.inference.kv_cache_mib << 20)
     trainer = states + logits + _PROCESS_BYTES
     engine = weights + cache + _PROCESS_BYTES
     return {

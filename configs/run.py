@@ -52,8 +52,11 @@ class RunSpec(Section):
 
     @property
     def overlaps(self) -> bool:
-        """Whether the next collection is sampled while the trainer works."""
-        return self.core.max_policy_lag >= self.steps_per_update
+        """Whether the next collection is sampled while the trainer works.
+
+        Its first optimizer step is K steps ahead of the sampling policy, its last one 2K - 1.
+        """
+        return self.core.max_policy_lag >= 2 * self.steps_per_update - 1
 
     @property
     def uses_tis(self) -> bool:

@@ -2,7 +2,7 @@
 
 The order within one update u, with N = u + 1 finished updates after it::
 
-    sequential (max_policy_lag < K)        overlapped (max_policy_lag >= K)
+    sequential (max_policy_lag < 2K - 1)   overlapped (max_policy_lag >= 2K - 1)
     collect(u)                             collect(u) was sampled during optimize(u - 1)
     optimize(u)                            optimize(u) beside collect(u + 1), both awaited
     publish                                publish
@@ -120,7 +120,7 @@ def continue_as_new_due(
 
 def overlaps(plan: LoopPlan) -> bool:
     """Whether the lag bound lets a collection be sampled one update ahead."""
-    return plan.max_policy_lag >= plan.steps_per_update
+    return plan.max_policy_lag >= 2 * plan.steps_per_update - 1
 
 
 def collects_ahead(plan: LoopPlan, progress: RunProgress, now: float) -> bool:

@@ -108,7 +108,7 @@ def test_the_last_update_is_saved_by_default(tmp_path: Path) -> None:
         (["training.save_interval=6"], None),
         (["evaluation.interval=2"], "frequent_eval"),
         (["inference.num_engines=2"], "sync_collection_underfeeds_fleet"),
-        (["inference.num_engines=2", "core.max_policy_lag=2"], None),
+        (["inference.num_engines=2", "core.max_policy_lag=3"], None),
         (["inference.server_concurrency=64"], "concurrency_below_slots"),
         (["inference.top_p=0.9"], "truncated_sampling"),
         (["optimizer.learning_rate=0"], "learning_rate_zero"),

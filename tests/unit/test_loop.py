@@ -109,7 +109,7 @@ def test_deadline_is_an_absolute_time() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lag", "steps", "overlapped"), [(0, 1, False), (1, 1, True), (1, 2, False), (2, 2, True)]
+    ("lag", "steps", "overlapped"), [(0, 1, False), (1, 1, True), (2, 2, False), (3, 2, True)]
 )
 def test_overlap_needs_a_lag_of_one_collection(lag: int, steps: int, overlapped: bool) -> None:
     assert loop.overlaps(plan(max_policy_lag=lag, steps_per_update=steps)) is overlapped

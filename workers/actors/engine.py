@@ -75,6 +75,7 @@ def server_command(order: ActorOrder, spec: RunSpec) -> ServerCommand:
         *("--dtype", inference.dtype, "--num-threads", str(threads)),
         *("--max-running-requests", str(inference.max_running_requests)),
         *("--max-queued-requests", str(inference.max_queued_requests)),
+        *("--kv-budget-mib", str(inference.kv_cache_mib)),
         *("--context-length", str(spec.core.max_context_length)),
     ]
     if inference.deterministic:

@@ -197,15 +197,19 @@ class LocalTrainer:
         return batch
 
     def _check_lag(self, batch: TrainingBatch) -> int:
-        """Lag of the oldest token; refuses samples from the future and samples too old."""
+        """Lag of the oldest token at the first step; refuses samples from the future and too old.
+
+        The last of K steps is K - 1 further away and must still be within the limit.
+        """
         if batch.oldest_version is None:
             return 0
         lag = self.policy_version - batch.oldest_version
-        limit = self.spec.core.max_policy_lag
+        limit = self.spec.core.max_policy_lag - (self.spec.steps_per_update - 1)
         if lag < 0 or lag > limit:
             raise ContractViolation(
                 f"the oldest token was sampled by version {batch.oldest_version}, the trainer is "
-                f"at {self.policy_version}: lag {lag} is outside 0..core.max_policy_lag = {limit}"
+                f"at {self.policy_version}: lag {lag} is outside 0..{limit}, which is "
+                f"core.max_policy_lag - (steps per update - 1)"
             )
         return lag
 

@@ -59,7 +59,7 @@ class Core:
             raise ConfigurationError(
                 f"--kv-budget-mib {options.kv_budget_mib} holds {cache.max_tokens} tokens, but"
                 f" {slots} x --context-length {context_length} are needed: lower one of them or"
-                " raise the budget"
+                " raise it (inference.kv_cache_mib)"
             )
         limits = Limits(
             max_running=options.max_running_requests,

@@ -4,7 +4,7 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from configs.memory import KV_BUDGET_MIB
+from configs.inference import InferenceSection
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,12 @@ def build_parser() -> argparse.ArgumentParser:
     add("--max-running-requests", type=positive_int, default=64)
     add("--max-queued-requests", type=positive_int, default=4096)
     add("--context-length", type=positive_int, help="tokens; default: the model's own limit")
-    add("--kv-budget-mib", type=positive_int, default=KV_BUDGET_MIB, help="KV cache at most")
+    add(
+        "--kv-budget-mib",
+        type=positive_int,
+        default=InferenceSection().kv_cache_mib,
+        help="KV cache at most",
+    )
     add("--deterministic", action="store_true", help="one fixed batch shape for every step")
     add("--enable-return-routed-experts", dest="return_routed_experts", action="store_true")
     add("--weight-version", default="default")
