@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -61,6 +61,14 @@ SCHEMA = pa.schema(
 )
 
 
+class GroupIdentity(NamedTuple):
+    """Which prompt a group answers: hand-out number, prepared row, pass over the data."""
+
+    group_index: int
+    prepared_sample_id: str
+    epoch_id: int
+
+
 def write_collection(store: Store, rel: str, groups: Sequence[SampleGroup]) -> str:
     """Write ``groups`` to ``rel`` atomically and return the SHA-256 hex of the file.
 
@@ -80,18 +88,33 @@ def read_collection(store: Store, collection: RolloutCollection) -> list[SampleG
     Raises:
         DigestMismatch: the file is not the one that was committed.
     """
-    data = store.read_bytes(collection.uri)
-    found = hashlib.sha256(data).hexdigest()
-    if found != collection.sha256:
-        raise DigestMismatch(
-            f"{store.root}/{collection.uri} has SHA-256 {found}, committed was {collection.sha256}"
-        )
+    data = _committed_bytes(store, collection.uri, collection.sha256)
     return list(_groups(pq.read_table(io.BytesIO(data)).to_pylist()))
+
+
+def read_identities(store: Store, uri: str, sha256: str) -> list[GroupIdentity]:
+    """Which groups the file ``uri`` holds, in hand-out order, without their samples.
+
+    Raises:
+        DigestMismatch: the file does not have this ``sha256``.
+    """
+    data = _committed_bytes(store, uri, sha256)
+    table = pq.read_table(io.BytesIO(data), columns=list(GroupIdentity._fields))
+    columns = (table.column(name).to_pylist() for name in GroupIdentity._fields)
+    return [each for each, _ in groupby(map(GroupIdentity, *columns))]
 
 
 def read_samples(store: Store, rel: str) -> list[SampleGroup]:
     """The groups in ``rel`` without a digest check, for people's tools."""
     return list(_groups(pq.read_table(io.BytesIO(store.read_bytes(rel))).to_pylist()))
+
+
+def _committed_bytes(store: Store, uri: str, sha256: str) -> bytes:
+    data = store.read_bytes(uri)
+    found = hashlib.sha256(data).hexdigest()
+    if found != sha256:
+        raise DigestMismatch(f"{store.root}/{uri} has SHA-256 {found}, committed was {sha256}")
+    return data
 
 
 def _row(group: SampleGroup, position: int) -> dict[str, Any]:

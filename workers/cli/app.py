@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from workers.cli import config, control, model, run, stack, status
+from workers.cli import audit, config, control, model, run, stack, status
 from workers.cli.errors import DONE, report
 
 app = typer.Typer(
@@ -35,7 +35,7 @@ def version() -> None:
 
 def _register() -> None:
     for panel, commands in (
-        ("Runs", (run.run, run.start, run.wait, status.status)),
+        ("Runs", (run.run, run.start, run.wait, status.status, audit.audit)),
         (
             "Control",
             (control.pause, control.resume, control.checkpoint, control.stop, control.cancel),
