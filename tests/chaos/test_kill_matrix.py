@@ -1,7 +1,7 @@
 """SIGKILL of every process at every kind of moment: the run completes, no prompt lost or doubled.
 
-CI runs the bounded part (``-m chaos -k bounded`` has one kill a victim); the whole matrix is
-``poe chaos``.
+The whole matrix takes about ten minutes (``poe chaos``); the bounded part that runs with the other
+tests is ``test_one_run_many_kills.py``.
 """
 
 import asyncio
