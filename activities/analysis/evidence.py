@@ -1,5 +1,6 @@
 """What a run's root says about its prompts, read leniently: damage becomes a note, no error."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,6 +24,7 @@ _SIGNS_OF_A_RUN = (
     layout.ROLLOUTS,
     layout.CHECKPOINT_FOLDERS,
 )
+_MANIFEST = re.compile(r"(\d{7,})\.e(\d+)\.json")
 
 T = TypeVar("T")
 
@@ -129,13 +131,13 @@ def _read_rows(store: Store, evidence: Evidence) -> None:
 def _read_manifests(store: Store, evidence: Evidence) -> None:
     names = evidence.try_read(layout.ROLLOUTS, partial(store.list, layout.ROLLOUTS))
     for name in names or ():
-        place = layout.manifest_place(name)
-        if place is None:
+        match = _MANIFEST.fullmatch(name)
+        if match is None:
             continue
         path = f"{layout.ROLLOUTS}/{name}"
         manifest = evidence.try_read(path, partial(_manifest, store, path))
         if manifest is not None:
-            evidence.manifests[place] = manifest
+            evidence.manifests[int(match[1]), int(match[2])] = manifest
 
 
 def _manifest(store: Store, path: str) -> CollectionManifest:

@@ -4,11 +4,7 @@ Names that people and dashboards know (``workflow.json``, ``prepared/``, ``rollo
 ``checkpoints/``) are those of the operations guide.
 """
 
-import re
-
 from models.ids import FenceToken
-
-_MANIFEST = re.compile(r"(\d{7,})\.e(\d+)\.json")
 
 WORKFLOW_JSON = "workflow.json"
 """State of the run, for readers without a Temporal server."""
@@ -56,12 +52,6 @@ def collection_parquet(update: int, epoch: int) -> str:
 def collection_manifest(update: int, epoch: int) -> str:
     """The file that makes ``collection_parquet`` count."""
     return f"{ROLLOUTS}/{update:07d}.e{epoch}.json"
-
-
-def manifest_place(name: str) -> tuple[int, int] | None:
-    """(update, epoch) of a file in ``ROLLOUTS`` that is a collection's manifest."""
-    match = _MANIFEST.fullmatch(name)
-    return (int(match[1]), int(match[2])) if match else None
 
 
 def eval_parquet(update: int, epoch: int) -> str:

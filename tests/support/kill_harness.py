@@ -22,11 +22,8 @@ import psutil
 from temporalio.client import Client, WorkflowExecutionStatus
 from temporalio.contrib.pydantic import pydantic_data_converter
 
-from activities.rollout.collection_file import read_collection
+from activities.analysis.audit import Fate, audit
 from activities.storage import layout
-from activities.storage.commit import newest_checkpoint, read_cursor
-from activities.storage.store import Store
-from models.rollout import CollectionManifest
 from workers.local_stack import stack_status, stop_stack
 from workers.local_stack.ports import free_port
 
@@ -216,46 +213,21 @@ class Accounting:
     """(group_index, prepared_sample_id, epoch_id) in the order of training."""
     missing: int
     doubled: int
+    """Prompts trained and updates applied more than once."""
     updates: list[int]
+    verdict: str
 
 
 def account(root: Path) -> Accounting:
-    """Follow the final line of updates: the last row of each update index counts.
-
-    missing = drawn - trained - filtered - pending at the end; doubled = trained more than once.
-    """
-    store = Store(str(root))
-    rows: dict[int, dict[str, object]] = {}
-    for row in store.read_jsonl(layout.UPDATES).rows:
-        rows[int(row["update"])] = row
-    trained: list[tuple[int, str, int]] = []
-    filtered = 0
-    for update in sorted(rows):
-        epoch = int(str(rows[update]["epoch"]))
-        manifest = _manifest_of(store, update, str(rows[update]["batch_sha256"]), epoch)
-        filtered += sum(manifest.collection.counts.filtered_groups.values())
-        trained.extend(
-            (group.group_index, group.prepared_sample_id, group.epoch_id)
-            for group in read_collection(store, manifest.collection)
-        )
-    checkpoint = newest_checkpoint(store)
-    assert checkpoint is not None
-    cursor = read_cursor(store, checkpoint)
-    counts = Counter(index for index, _, _ in trained)
-    doubled = sum(count - 1 for count in counts.values())
-    missing = cursor.sample_group_index - len(counts) - filtered - len(cursor.pending)
-    return Accounting(trained, missing, doubled, sorted(rows))
-
-
-def _manifest_of(store: Store, update: int, digest: str, epoch: int) -> CollectionManifest:
-    """The manifest whose file was trained; a kept trainer may train an older epoch's file."""
-    for candidate in range(epoch, -1, -1):
-        path = layout.collection_manifest(update, candidate)
-        if store.exists(path):
-            manifest = CollectionManifest.model_validate(store.read_json(path))
-            if manifest.collection.sha256 == digest:
-                return manifest
-    raise AssertionError(f"no committed collection of update {update} has digest {digest}")
+    """What ``perdure audit`` says of the root."""
+    books = audit(str(root))
+    return Accounting(
+        trained=[tuple(each) for each in books.trained],
+        missing=books.count(Fate.MISSING),
+        doubled=books.prompts_doubled + books.updates_doubled,
+        updates=list(range(books.updates)),
+        verdict=books.verdict,
+    )
 
 
 async def until(condition: Callable[[], bool], timeout_s: float) -> None:

@@ -4,6 +4,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from activities.analysis.audit import Audit, Fate, PromptLife
 
@@ -38,7 +39,7 @@ def show(console: Console, books: Audit) -> None:
     redone = f", {books.updates_redone} redone after a rebuild" if books.updates_redone else ""
     fates.add_row("trained", str(books.count(Fate.TRAINED)), f"in {books.updates} updates{redone}")
     for reason, count in books.prompts_dropped.items():
-        fates.add_row("dropped", str(count), reason)
+        fates.add_row("dropped", str(count), Text(reason))
     for reason, count in _pending(books).items():
         fates.add_row("pending", str(count), reason)
     fates.add_row("missing", str(books.count(Fate.MISSING)), "")
@@ -76,7 +77,9 @@ def show_lives(console: Console, books: Audit, shown: list[PromptLife]) -> None:
     for life in shown:
         sample = life.prepared_sample_id or "?"
         epoch = "?" if life.epoch_id is None else str(life.epoch_id)
-        table.add_row(str(life.group_index), sample, epoch, life.fate.value, _story(life))
+        # As text: in markup ":train:" is an emoji.
+        cells = (str(life.group_index), sample, epoch, life.fate.value, _story(life))
+        table.add_row(*map(Text, cells))
     console.print(table)
     left = len(books.lives) - len(shown)
     if left:
