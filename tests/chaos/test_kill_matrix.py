@@ -25,9 +25,9 @@ async def test_kill(
     await asyncio.to_thread(job.start)
     await job.until_updates(8)
     recovery = await job.kill_and_measure(victim, moment)
-    print(recovery)
     assert await job.until_closed() == WorkflowExecutionStatus.COMPLETED
     books = account(tmp_path / "root")
+    print(recovery, "updates redone:", job.updates_redone())
     assert (books.missing, books.doubled) == (0, 0)
     assert books.updates == list(range(24))
 

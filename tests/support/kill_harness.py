@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -92,8 +91,6 @@ class Recovery:
     moment: str
     seconds: float
     """From the kill (for the Temporal server: from its restart) to the next finished update."""
-    redone: int
-    finished: int
 
 
 class Job:
@@ -200,9 +197,12 @@ class Job:
             started = time.monotonic()
         await self.until_updates(before + 1)
         seconds = time.monotonic() - started
-        rows = [int(str(row["update"])) for row in self.finished_updates()]
-        redone = sum(count - 1 for count in Counter(rows).values())
-        return Recovery(victim, moment, seconds, redone, len(set(rows)))
+        return Recovery(victim, moment, seconds)
+
+    def updates_redone(self) -> int:
+        """Updates that were done again so far, after a rewind to a checkpoint."""
+        indices = [int(str(row["update"])) for row in self.finished_updates()]
+        return len(indices) - len(set(indices))
 
 
 @dataclass
