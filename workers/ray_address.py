@@ -1,6 +1,7 @@
 """``RAY_ADDRESS``: its form, and whether somebody listens there. Needs no Ray."""
 
 import asyncio
+import os
 
 from models.errors import ServiceUnreachable
 
@@ -25,7 +26,8 @@ async def require_listener(address: str) -> None:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
             _, writer = await asyncio.open_connection(host, int(port))
     except (OSError, OverflowError, TimeoutError) as error:
-        reason = getattr(error, "strerror", None) or str(error) or "timed out"
+        number = getattr(error, "errno", None)
+        reason = os.strerror(number) if number and number > 0 else str(error) or "timed out"
         raise ServiceUnreachable(
             f"no Ray cluster answers at {address} ({reason}); start it, or correct {VARIABLE}"
         ) from error

@@ -252,7 +252,10 @@ def _verify_file(store: Store, folder: str, file: CheckpointFile) -> None:
 
 def _require_digest(store: Store, path: str, recorded: str, found: str) -> None:
     if recorded != found:
-        raise DigestMismatch(f"{store.root}/{path}: recorded SHA-256 {recorded}, found {found}")
+        raise DigestMismatch(
+            f"{store.root}/{path}: recorded SHA-256 {recorded}, found {found}; restore it, or "
+            "remove its checkpoint's folder to go on from the checkpoint before"
+        )
 
 
 def _existing(store: Store, path: str) -> bytes:

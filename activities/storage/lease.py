@@ -145,7 +145,11 @@ def _read_claim(store: Store, rel: str) -> Claim:
     try:
         return Claim.model_validate_json(store.read_bytes(rel))
     except ValueError as error:
-        raise ContractViolation(f"{store.root}/{rel} is not a claim: {error}") from error
+        reason = " ".join(str(error).split("\n")[:2])
+        raise ContractViolation(
+            f"{store.root}/{rel} is not a claim ({reason}); restore it, or choose another "
+            "output.root"
+        ) from error
 
 
 def _highest(store: Store, pattern: re.Pattern[str], default: int) -> int:

@@ -183,6 +183,11 @@ def test_tiny_defaults_are_written_out(tmp_path: Path) -> None:
             '[trainer]\nattention = "egaer"\n',
             "trainer.attention = \"egaer\": must be 'eager' or 'sdpa'; did you mean 'eager'?",
         ),
+        (
+            '[launch]\nfleet = "My fleet"\n',
+            "launch.fleet = \"My fleet\": may hold lower-case letters, digits, '.', '_' and '-' "
+            "only, and begins with a letter or digit",
+        ),
         ("trainer = 3\n", "trainer = 3: must be a table, not an integer"),
         (
             "[core]\nmax_run_seconds = inf\n",

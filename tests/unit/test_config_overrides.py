@@ -25,6 +25,7 @@ def test_values_are_toml(text: str, path: tuple[str, ...], value: object) -> Non
     ("text", "reason"),
     [
         ("model.source=tiny", "quote text as in --set 'model.source=\"tiny\"'"),
+        ("output.root='x' y", "quote text as in --set 'output.root=\"x y\"'"),
         ("training.use_tis=True", "leave numbers, true and false bare"),
         ("training.num_rollouts=", "is not a TOML value"),
         ("training.num_rollouts=1\ncore.x=2", "is not a TOML value"),

@@ -43,6 +43,21 @@ def test_shape_of_a_folder_comes_from_headers(tmp_path: Path) -> None:
     assert (shape.num_parameters, shape.head_dim, shape.num_kv_heads) == (176, 4, 2)
 
 
+@pytest.mark.parametrize(
+    ("config", "weights"),
+    [
+        (b"{nope", b""),
+        (b"[]", b""),
+        (b'{"num_hidden_layers": 1}', b""),
+        (b'{"num_hidden_layers": 1, "num_attention_heads": 4}', b"torn"),
+    ],
+)
+def test_a_damaged_folder_has_no_shape(tmp_path: Path, config: bytes, weights: bytes) -> None:
+    (tmp_path / "config.json").write_bytes(config)
+    (tmp_path / "model.safetensors").write_bytes(weights)
+    assert folder_shape(tmp_path) is None
+
+
 def test_memory_by_hand() -> None:
     spec = load_run(TINY, ["inference.max_running_requests=10", "inference.server_concurrency=10"])
     held = estimate(spec.spec, tiny_shape(TinySpec()))

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from models.errors import EngineLost
+from models.errors import ConfigurationError, EngineLost
 from workers.engines.process import ServerCommand, ServerProcess, read_tail
 
 READY = """
@@ -70,6 +70,11 @@ async def test_a_server_that_ends_early_is_reported_with_its_last_lines(tmp_path
     assert "engine-7 ended with exit status 3" in message
     assert message.endswith("line 28\nline 29")
     assert "line 9\n" not in message
+
+
+async def test_a_server_that_refuses_its_options_is_a_configuration_error(tmp_path: Path):
+    with pytest.raises(ConfigurationError, match=r"engine-7 refuses to start(.|\n)*no such model"):
+        await start(tmp_path, "import sys\nprint('no such model')\nsys.exit(2)")
 
 
 async def test_a_server_that_is_never_ready_is_killed_at_the_deadline(tmp_path: Path):

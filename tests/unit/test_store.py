@@ -287,6 +287,12 @@ def test_free_bytes(tmp_path: Path) -> None:
     assert free is not None
     assert free == pytest.approx(usage.f_bavail * usage.f_frsize, rel=0.05)
     assert free_bytes("memory://x") is None
+    assert free_bytes("/proc/no-file-system-with-a-size") is None
+
+
+def test_a_file_system_that_takes_no_folders_is_a_configuration_error() -> None:
+    with pytest.raises(ConfigurationError, match=r"cannot write /proc/perdure/x/file: "):
+        Store("/proc/perdure/x").write_bytes("file", b"")
 
 
 def _claim_for_ever(root: str, ready: "multiprocessing.synchronize.Event") -> None:

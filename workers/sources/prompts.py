@@ -94,7 +94,9 @@ def load_prompts(store: Store, split: Split) -> list[PreparedPrompt]:
     recorded = read_manifest(store).outputs[path.rsplit("/", 1)[-1]]
     found = hashlib.sha256(data).hexdigest()
     if recorded != found:
-        raise DigestMismatch(f"{store.root}/{path}: recorded SHA-256 {recorded}, found {found}")
+        raise DigestMismatch(
+            f"{store.root}/{path}: recorded SHA-256 {recorded}, found {found}; restore it"
+        )
     return [PreparedPrompt.model_validate_json(line) for line in data.split(b"\n") if line]
 
 
