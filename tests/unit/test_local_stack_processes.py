@@ -12,10 +12,17 @@ import psutil
 import pytest
 
 from models.errors import ConfigurationError
+from workers.local_stack import ports
 from workers.local_stack.ports import choose, free_port, is_free
-from workers.local_stack.processes import Child, is_alive, tail, wait_dead
+from workers.local_stack.processes import Child, is_alive, kill_session, tail, wait_dead
 from workers.local_stack.services import Service
-from workers.local_stack.state import ProcessStatus, StackInfo, StackStatus, read_status
+from workers.local_stack.state import (
+    ProcessStatus,
+    StackInfo,
+    StackStatus,
+    read_status,
+    write_status,
+)
 from workers.local_stack.supervisor import Supervisor, take_lock
 
 SLEEPER = (sys.executable, "-c", "import time; time.sleep(600)")
@@ -70,6 +77,34 @@ def test_a_reused_pid_is_not_adopted() -> None:
     assert Child.adopt(status) is None
 
 
+async def test_a_session_of_somebody_else_is_not_killed(tmp_path: Path) -> None:
+    """A pid on file from before a reboot may lead another session now."""
+    other = Child.start("other", SLEEPER, dict(os.environ), tmp_path / "other.log")
+    kill_session(other.pid, other.create_time - 1000)
+    supervisor = Supervisor(_info(tmp_path), tmp_path, ())
+    supervisor._adopt(
+        ProcessStatus(name="ray", pid=other.pid, create_time=other.create_time - 1000)
+    )
+    assert is_alive(other.pid, other.create_time)
+    await other.stop(grace_s=5)
+
+
+async def test_what_a_dead_leader_left_is_killed_unless_it_is_of_an_earlier_boot(
+    tmp_path: Path,
+) -> None:
+    log = tmp_path / "p.log"
+    leader = Child.start("p", PARENT, dict(os.environ), log)
+    await _until(lambda: log.read_text().strip().isdigit())
+    left = psutil.Process(int(log.read_text()))
+    created = left.create_time()
+    os.kill(leader.pid, signal.SIGKILL)
+    await asyncio.wait_for(leader.wait(), 10)
+    kill_session(leader.pid, psutil.boot_time() - 1000)
+    assert is_alive(left.pid, created)
+    kill_session(leader.pid, leader.create_time)
+    assert wait_dead(left.pid, created, 10)
+
+
 async def test_stop_ends_grandchildren_too(tmp_path: Path) -> None:
     log = tmp_path / "p.log"
     child = Child.start("p", PARENT, dict(os.environ), log)
@@ -102,6 +137,12 @@ def test_a_wished_port_that_is_taken_is_refused() -> None:
 def test_a_wish_that_is_no_port_is_refused(wish: str) -> None:
     with pytest.raises(ConfigurationError, match="is not a port number"):
         choose(wish, 7233, "PERDURE_TEMPORAL_PORT")
+
+
+def test_a_free_port_is_none_of_ray_s_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = free_port()
+    monkeypatch.setattr(ports, "RAY_WORKER_PORTS", range(first, first + 20_000))
+    assert free_port() not in ports.RAY_WORKER_PORTS
 
 
 def test_two_services_never_share_a_port() -> None:
@@ -168,6 +209,52 @@ async def test_a_new_supervisor_adopts_what_lives(tmp_path: Path) -> None:
     assert _pids(_status(tmp_path)) == {"only": pid}
     os.kill(os.getpid(), signal.SIGTERM)
     await asyncio.wait_for(running, 20)
+    await asyncio.gather(*(child.wait() for child in first._children.values()))
+
+
+async def test_a_supervisor_of_other_addresses_ends_what_lives(tmp_path: Path) -> None:
+    """Services that listen elsewhere, or that it does not run, would never be found."""
+    log = tmp_path / "x.log"
+    lived = [Child.start(name, SLEEPER, dict(os.environ), log) for name in ("only", "ray")]
+    before = StackStatus(
+        info=_info(tmp_path),
+        supervisor_pid=1,
+        supervisor_create_time=0.0,
+        processes=tuple(
+            ProcessStatus(name=each.name, pid=each.pid, create_time=each.create_time)
+            for each in lived
+        ),
+    )
+    write_status(tmp_path, before)
+    moved = before.info.model_copy(update={"ray_address": "10.0.0.1:6379", "own_ray": False})
+    supervisor = Supervisor(moved, tmp_path, (Service("only", SLEEPER),))
+    running = asyncio.create_task(supervisor.run())
+    await asyncio.wait_for(asyncio.gather(*(each.wait() for each in lived)), 20)
+    await _until(lambda: _status(tmp_path).info == moved and _status(tmp_path).ready)
+    assert _pids(_status(tmp_path))["only"] != lived[0].pid
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.wait_for(running, 20)
+
+
+async def test_a_service_is_restarted_though_the_log_folder_is_gone(tmp_path: Path) -> None:
+    supervisor = Supervisor(_info(tmp_path), tmp_path, (Service("only", SLEEPER),))
+    running = asyncio.create_task(supervisor.run())
+    await _until(lambda: (s := read_status(tmp_path)) is not None and s.ready)
+    pid = _pids(_status(tmp_path))["only"]
+    shutil.rmtree(tmp_path / "logs")
+    os.kill(pid, signal.SIGKILL)
+    await _until(lambda: _pids(_status(tmp_path)).get("only") not in (None, pid))
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.wait_for(running, 20)
+
+
+async def test_a_supervisor_that_stops_is_not_ready(tmp_path: Path) -> None:
+    supervisor = Supervisor(_info(tmp_path), tmp_path, (Service("only", SLEEPER),))
+    running = asyncio.create_task(supervisor.run())
+    await _until(lambda: (s := read_status(tmp_path)) is not None and s.ready)
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.wait_for(running, 20)
+    assert not _status(tmp_path).ready
 
 
 def test_one_supervisor_a_folder(tmp_path: Path) -> None:

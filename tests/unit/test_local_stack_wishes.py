@@ -2,15 +2,19 @@
 
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
 from models.errors import ConfigurationError, ServiceUnreachable
+from workers.local_stack import client
 from workers.local_stack.client import ensure_stack, stack_status
 from workers.local_stack.services import build_services, environment
 from workers.local_stack.state import StackInfo, StackStatus, read_status, write_status
+from workers.local_stack.supervisor import take_lock
 
 
 @pytest.fixture(autouse=True)
@@ -59,6 +63,33 @@ def test_a_running_stack_with_other_addresses_is_refused(
         ensure_stack(tmp_path)
     monkeypatch.setenv(name, "")
     assert ensure_stack(tmp_path) == running.info
+
+
+def test_the_slower_of_two_starts_joins_the_quicker_and_leaves_it_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The quicker one's supervisor holds the lock and has not written its status yet."""
+    quicker = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True
+    )
+    created = psutil.Process(quicker.pid).create_time()
+    started = StackStatus(
+        info=info(tmp_path),
+        supervisor_pid=quicker.pid,
+        supervisor_create_time=created,
+        ready=True,
+    )
+    lock = take_lock(tmp_path)
+    assert lock is not None
+    looks = iter([None, None, *[started] * 1000])  # before the spawn, beside it, then joined
+    monkeypatch.setattr(client, "stack_status", lambda folder=None: next(looks))
+    try:
+        assert ensure_stack(tmp_path) == started.info
+        assert quicker.poll() is None
+    finally:
+        lock.close()
+        quicker.kill()
+        quicker.wait()
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "auto", "127.0.0.1:99999"])

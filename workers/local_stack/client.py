@@ -30,6 +30,8 @@ RAY_WISH = "PERDURE_RAY_PORT"
 
 START_TIMEOUT_S = 150.0
 STOP_TIMEOUT_S = 45.0
+YIELD_S = 0.5
+"""Between looks for the supervisor that holds the lock."""
 FAILING_ENDS = 3
 """Services that ended this often while the stack starts are reported with their log."""
 
@@ -61,19 +63,24 @@ def ensure_stack(
     """
     folder = folder or state_dir()
     _make_folder(folder)
-    status = stack_status(folder)
-    if not (status and is_alive(status.supervisor_pid, status.supervisor_create_time)):
-        notice("starting Temporal and Ray")
-        supervisor = _spawn(_choose_info(folder, status), folder)
-    else:
-        _refuse_unmet(status.info)
-        supervisor = None
-    try:
-        return _await_ready(folder, supervisor, notice)
-    except ServiceUnreachable:
-        if supervisor is not None:
-            stop_stack(folder)  # its supervisor would go on trying for ever
-        raise
+    deadline = time.monotonic() + START_TIMEOUT_S
+    said = _once(notice)
+    while True:
+        status = stack_status(folder)
+        if status and _is_supervised(status):
+            _refuse_unmet(status.info)
+            supervisor = None
+        else:
+            said("starting Temporal and Ray")
+            supervisor = _spawn(_choose_info(folder, status), folder)
+        try:
+            info = _await_ready(folder, supervisor, said, deadline)
+        except ServiceUnreachable:
+            if supervisor is not None:
+                stop_stack(folder)  # its supervisor would go on trying for ever
+            raise
+        if info is not None:
+            return info
 
 
 def stop_stack(folder: Path | None = None) -> bool:
@@ -85,15 +92,15 @@ def stop_stack(folder: Path | None = None) -> bool:
     status = stack_status(folder)
     if status is None:
         return False
-    ran = is_alive(status.supervisor_pid, status.supervisor_create_time)
+    ran = _is_supervised(status)
     if ran:
         os.kill(status.supervisor_pid, signal.SIGTERM)
         if not wait_dead(status.supervisor_pid, status.supervisor_create_time, STOP_TIMEOUT_S):
             os.kill(status.supervisor_pid, signal.SIGKILL)
+        status = stack_status(folder) or status
     for process in status.processes:
-        if is_alive(process.pid, process.create_time):
-            ran = True
-            kill_session(process.pid)
+        ran = ran or process.alive
+        kill_session(process.pid, process.create_time)
     return ran
 
 
@@ -181,17 +188,46 @@ def _spawn(info: StackInfo, folder: Path) -> subprocess.Popen[bytes]:
         )
 
 
+def _is_supervised(status: StackStatus) -> bool:
+    return is_alive(status.supervisor_pid, status.supervisor_create_time)
+
+
+def _once(notice: Callable[[str], None]) -> Callable[[str], None]:
+    """``notice`` without repetitions of the last line."""
+    last = ""
+
+    def say(line: str) -> None:
+        nonlocal last
+        if line != last:
+            notice(line)
+        last = line
+
+    return say
+
+
 def _await_ready(
-    folder: Path, supervisor: subprocess.Popen[bytes] | None, notice: Callable[[str], None]
-) -> StackInfo:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    said = ""
+    folder: Path,
+    supervisor: subprocess.Popen[bytes] | None,
+    notice: Callable[[str], None],
+    deadline: float,
+) -> StackInfo | None:
+    """Wait for the stack of ``supervisor``, or of the one that lives already.
+
+    None when there is nothing to wait for any more: another supervisor was quicker than ours, or
+    the one that lived has ended.
+    """
     while time.monotonic() < deadline:
         status = stack_status(folder)
-        fresh = status is not None and (
-            supervisor is None or status.supervisor_pid == supervisor.pid
-        )
-        if status and fresh:
+        ended = None if supervisor is None else supervisor.poll()
+        if ended == 0:
+            time.sleep(YIELD_S)  # the quicker one is about to say so in its status, or is stopping
+            return None
+        if ended is not None:
+            log = folder / "logs" / "supervisor.log"
+            raise ServiceUnreachable(f"the supervisor ended at once; {log} says:\n{tail(log)}")
+        if supervisor is None and not (status and _is_supervised(status)):
+            return None
+        if status and (supervisor is None or status.supervisor_pid == supervisor.pid):
             if status.ready:
                 return status.info
             if status.failing and status.num_ends >= FAILING_ENDS:
@@ -199,13 +235,7 @@ def _await_ready(
             missing = {s.name for s in build_services(status.info, folder)} - {
                 process.name for process in status.processes
             }
-            line = f"waiting for {', '.join(sorted(missing)) or 'the services'}"
-            if line != said:
-                notice(line)
-                said = line
-        elif supervisor is not None and supervisor.poll() not in (None, 0):
-            log = folder / "logs" / "supervisor.log"
-            raise ServiceUnreachable(f"the supervisor ended at once; {log} says:\n{tail(log)}")
+            notice(f"waiting for {', '.join(sorted(missing)) or 'the services'}")
         time.sleep(0.05)
     raise ServiceUnreachable(
         f"the embedded stack was not ready within {START_TIMEOUT_S:.0f} s; "

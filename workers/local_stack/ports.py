@@ -1,5 +1,6 @@
 """Which ports the stack listens on."""
 
+import contextlib
 import socket
 
 from models.errors import ConfigurationError
@@ -9,6 +10,8 @@ TEMPORAL_PORT = 7233
 UI_PORT = 8233
 RAY_PORT = 6379
 LOOPBACK = "127.0.0.1"
+RAY_WORKER_PORTS = range(10002, 20000)
+"""Ray gives these to its workers: it refuses to start on one, and a worker may take any other's."""
 
 
 def is_free(port: int) -> bool:
@@ -23,11 +26,14 @@ def is_free(port: int) -> bool:
 
 
 def free_port() -> int:
-    """A port that the kernel hands out."""
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port that the kernel hands out, and that no worker of Ray may take later."""
+    with contextlib.ExitStack() as refused:  # kept bound meanwhile, so that none comes twice
+        while True:
+            probe = refused.enter_context(socket.socket())
+            probe.bind((LOOPBACK, 0))
+            port: int = probe.getsockname()[1]
+            if port not in RAY_WORKER_PORTS:
+                return port
 
 
 def choose(wanted: str | None, default: int, what: str, taken: tuple[int, ...] = ()) -> int:

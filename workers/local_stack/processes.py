@@ -16,14 +16,15 @@ from workers.local_stack.state import ProcessStatus
 log = structlog.get_logger(__name__)
 
 
+_SAME_START_S = 2.0
+"""Creation times this close are of one process: clocks are set, no pid is reused so soon."""
+
+
 def is_alive(pid: int, create_time: float) -> bool:
     """Whether that very process runs; a zombie or a reused pid does not count."""
     try:
         process = psutil.Process(pid)
-        return (
-            abs(process.create_time() - create_time) < 0.05
-            and process.status() != psutil.STATUS_ZOMBIE
-        )
+        return _is_same(process, create_time) and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
 
@@ -94,15 +95,32 @@ class Child:
                 await asyncio.wait_for(self.wait(), grace_s)
             except TimeoutError:
                 log.warning("killed after its grace period", service=self.name, grace_s=grace_s)
-        kill_session(self.pid)
+        kill_session(self.pid, self.create_time)
 
 
-def kill_session(session: int) -> None:
-    """SIGKILL every process of the session; ours by construction, since we made the session."""
+def kill_session(session: int, create_time: float) -> None:
+    """SIGKILL every process of the session that a process of ours led, created at ``create_time``.
+
+    Nothing happens when the number may mean another session by now: after a reboot, or when
+    another process has it as its pid. The kernel gives away no pid that a session still has.
+    """
+    if create_time < psutil.boot_time() - _SAME_START_S or _is_reused(session, create_time):
+        return
     for process in psutil.process_iter():
         with contextlib.suppress(ProcessLookupError, PermissionError, psutil.Error):
             if os.getsid(process.pid) == session:
                 os.kill(process.pid, signal.SIGKILL)
+
+
+def _is_reused(pid: int, create_time: float) -> bool:
+    try:
+        return not _is_same(psutil.Process(pid), create_time)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _is_same(process: psutil.Process, create_time: float) -> bool:
+    return abs(process.create_time() - create_time) < _SAME_START_S
 
 
 def tail(path: Path, lines: int = 12) -> str:

@@ -6,7 +6,7 @@
         wait for its needs -> start -> wait until ready -> wait until it ends -> back off -> again
 
 SIGTERM or SIGINT: stop in reverse order and leave. SIGKILL: the services live on and the next
-supervisor adopts them by pid and creation time.
+supervisor adopts them by pid and creation time, or ends them when it is to listen elsewhere.
 """
 
 import asyncio
@@ -77,27 +77,42 @@ class Supervisor:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stopping.set)
         previous = read_status(self._folder)
-        for status in previous.processes if previous else ():
-            self._adopt(status)
+        for status in reversed(previous.processes) if previous else ():
+            if previous and previous.info == self._info:
+                self._adopt(status)
+            else:
+                await self._end(status)
         keepers = [asyncio.create_task(self._keep(service)) for service in self._services]
-        await stopping.wait()
-        for keeper in keepers:
-            keeper.cancel()
-        await asyncio.gather(*keepers, return_exceptions=True)
+        try:
+            await stopping.wait()
+        finally:
+            for keeper in keepers:
+                keeper.cancel()
+            await asyncio.gather(*keepers, return_exceptions=True)
+        for event in self._ready.values():
+            event.clear()
+        self._write()
         for service in reversed(self._services):
             if child := self._children.pop(service.name, None):
-                await child.stop(GRACE_S.get(service.name, 5.0))
+                await child.stop(_grace_s(service.name))
                 self._write()
 
     def _adopt(self, status: ProcessStatus) -> None:
         child = Child.adopt(status)
         if child is None:
             # A Ray head leaves agents behind when only its first process was killed.
-            kill_session(status.pid)
+            kill_session(status.pid, status.create_time)
             return
         log.info("adopted", service=status.name, pid=status.pid)
         self._children[status.name] = child
         self._ready[status.name].set()
+
+    async def _end(self, status: ProcessStatus) -> None:
+        """End a service of an earlier supervisor, which listens where nobody looks any more."""
+        child = Child.adopt(status)
+        if child is not None:
+            await child.stop(_grace_s(status.name))
+        kill_session(status.pid, status.create_time)
 
     async def _keep(self, service: Service) -> None:
         backoff = BACKOFF_FIRST_S
@@ -105,19 +120,28 @@ class Supervisor:
             for need in service.needs:
                 await self._ready[need].wait()
             started = asyncio.get_running_loop().time()
-            child = self._children.get(service.name) or self._start(service)
-            if not self._ready[service.name].is_set():
-                await self._await_ready(service, child)
-            self._write()
-            ended = await child.wait()
-            self._note_end(service, child, ended)
+            try:
+                await self._live(service)
+            except OSError as error:
+                # No log folder, no space, no descriptors: what fails now may go well later.
+                log.error("not started", service=service.name, why=str(error))
             if asyncio.get_running_loop().time() - started > STEADY_S:
                 backoff = BACKOFF_FIRST_S
             await asyncio.sleep(backoff)
             backoff = min(backoff * 2, BACKOFF_MAX_S)
 
+    async def _live(self, service: Service) -> None:
+        """One life of a service, from its start to its end."""
+        child = self._children.get(service.name) or self._start(service)
+        if not self._ready[service.name].is_set():
+            await self._await_ready(service, child)
+        self._write()
+        ended = await child.wait()
+        self._note_end(service, child, ended)
+
     def _start(self, service: Service) -> Child:
         path = self._log_path(service)
+        path.parent.mkdir(parents=True, exist_ok=True)
         self._log_start[service.name] = path.stat().st_size if path.exists() else 0
         child = Child.start(service.name, service.argv, self._env, path)
         self._children[service.name] = child
@@ -141,17 +165,17 @@ class Supervisor:
                     await asyncio.wait({ending}, timeout=READY_POLL_S)
         except TimeoutError:
             log.error("not ready in time", service=service.name, timeout_s=READY_TIMEOUT_S)
-            await child.stop(GRACE_S.get(service.name, 5.0))
+            await child.stop(_grace_s(service.name))
         finally:
             ending.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await ending
 
     def _note_end(self, service: Service, child: Child, ended: str) -> None:
-        kill_session(child.pid)
+        kill_session(child.pid, child.create_time)
         for other in self._services:
             if service.name in other.dies_with and other.name in self._children:
-                kill_session(self._children[other.name].pid)
+                kill_session(self._children[other.name].pid, self._children[other.name].create_time)
         self._children.pop(service.name, None)
         self._ready[service.name].clear()
         self._restarts[service.name] += 1
@@ -189,6 +213,10 @@ class Supervisor:
                 for child in self._children.values()
             ),
         )
+
+
+def _grace_s(name: str) -> float:
+    return GRACE_S.get(name, 5.0)
 
 
 async def _run_once_ready(service: Service, env: dict[str, str]) -> None:
