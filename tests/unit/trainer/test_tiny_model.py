@@ -117,5 +117,6 @@ def test_prepare_warms_up_on_training_questions_of_the_first_task(make_spec, tmp
         data={"tasks": (task,), "prompt_data": None},
         model={"source": "tiny", "tiny": {**SMALL, "warmup_max_batches": 21}},
     )
+    Store(tmp_path / "root").write_json("rollouts/0000000.e1.json", {})
     with pytest.raises(ConfigurationError, match="warmup_max_batches"):
         prepare_model(other, Store(tmp_path / "root"))
