@@ -9,6 +9,7 @@ said at the method: ``rename`` copies, so commit there by a marker written last,
 import hashlib
 import os
 import shutil
+import threading
 import time
 import uuid
 from pathlib import Path, PurePosixPath
@@ -26,6 +27,7 @@ from models.errors import ConfigurationError, ContractViolation
 _CHUNK_BYTES = 1 << 20
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 _PARTS = ".parts"
+_CREATING = threading.Lock()
 
 _log = structlog.get_logger(__name__)
 
@@ -119,7 +121,9 @@ class Store:
             if self._is_local:
                 return atomic.create_exclusive(self.local_path(rel), data)
             try:
-                self._fs.pipe_file(self._full(rel), data, mode="create")
+                # memory:// looks first and writes then; its callers are threads of one process.
+                with _CREATING:
+                    self._fs.pipe_file(self._full(rel), data, mode="create")
             except FileExistsError:
                 return False
             return True

@@ -209,6 +209,7 @@ async def test_a_new_supervisor_adopts_what_lives(tmp_path: Path) -> None:
     assert _pids(_status(tmp_path)) == {"only": pid}
     os.kill(os.getpid(), signal.SIGTERM)
     await asyncio.wait_for(running, 20)
+    await first._children["only"].wait()  # its parent is this process, so it reaps it
     await asyncio.gather(*(child.wait() for child in first._children.values()))
 
 

@@ -95,6 +95,8 @@ class Child:
                 await asyncio.wait_for(self.wait(), grace_s)
             except TimeoutError:
                 log.warning("killed after its grace period", service=self.name, grace_s=grace_s)
+                os.kill(self.pid, signal.SIGKILL)
+                await asyncio.wait_for(self.wait(), grace_s)
         kill_session(self.pid, self.create_time)
 
 
