@@ -120,8 +120,11 @@ class RunStages:
             run=self._run, epoch=self.progress.epoch, checkpoint=checkpoint, next_update=expected
         )
         report = await self._calls.run(options.PREPARE, request, self._plan)
+        evaluated = self.progress.last_evaluated_update
         self.set(
             next_update=report.next_update,
+            # What was evaluated beyond a rewind is gone; what is redone need not be the same.
+            last_evaluated_update=evaluated if evaluated <= report.next_update else -1,
             policy_version=report.policy_version,
             consumed_through=report.consumed_through,
             updates_redone=self.progress.updates_redone + max(0, expected - report.next_update),

@@ -55,6 +55,20 @@ async def test_a_trainer_lost_before_any_checkpoint_starts_over(stage: Any) -> N
     assert (await stage.progress()).updates_redone == 1
 
 
+async def test_what_is_redone_is_evaluated_again(stage: Any) -> None:
+    """The weights that were evaluated are gone; the redone ones need not be the same."""
+    stage.fleet.script.fail("optimize 4", TrainerLost("killed"))
+    document = stage.document(
+        training={"num_rollouts": 5, "save_interval": 3}, evaluation={"interval": 2}
+    )
+    await stage.run(document)
+    assert calls(stage, "prepared", "evaluate") == [
+        "prepared 0 trainer,producer", "evaluate 0 initial", "evaluate 2 periodic",
+        "evaluate 4 periodic",
+        "prepared 3 trainer,producer", "evaluate 4 periodic", "evaluate 5 final",
+    ]  # fmt: skip
+
+
 async def test_a_lost_producer_leaves_the_trainer_alone(stage: Any) -> None:
     stage.fleet.script.fail("collect 1", ProducerLost("killed"))
     outcome = await stage.run()
