@@ -84,8 +84,9 @@ def _claim(request: RunRequest, loaded: Loaded, owner: Owner, attributes: bool) 
     again = request.progress is not None and request.progress.run is not None
     holder = read_owner(store)
     if not again and (holder is None or request.take_over or holder.owner.same_run(owner)):
-        _check_identity(store, loaded)
-    epoch = claim_epoch(store, owner, take_over=request.take_over)
+        _check_identity(store, loaded, owner.workflow_run_id)
+    # A run that loses the root later was itself taken over from, and must not take it back.
+    epoch = claim_epoch(store, owner, take_over=request.take_over and not again)
     attempt = request.progress.attempt if again and request.progress else 0
     plan = loop_plan(loaded.spec, infra_timeout_multiplier())
     run = RunRef(run_id=owner.run_id, root=store.root, spec_sha256=loaded.sha256)
@@ -125,7 +126,7 @@ def _require_space(store: Store) -> None:
         )
 
 
-def _check_identity(store: Store, loaded: Loaded) -> None:
+def _check_identity(store: Store, loaded: Loaded, workflow_run_id: str) -> None:
     """Refuse a root whose run meant something else, is complete, or must not be continued."""
     if not store.exists(layout.WORKFLOW_JSON):
         return
@@ -150,7 +151,8 @@ def _check_identity(store: Store, loaded: Loaded) -> None:
             f"{store.root} holds a complete run, which is never overwritten; choose another name "
             "and output.root"
         )
-    if not loaded.spec.launch.auto_resume:
+    is_repeated = state.get("workflow_run_id") == workflow_run_id
+    if not loaded.spec.launch.auto_resume and not is_repeated:
         raise ConfigurationError(
             f"{store.root} holds a run in state {state.get('status')} and launch.auto_resume is "
             "false; set it to true to continue, or choose another output.root"

@@ -172,6 +172,25 @@ async def test_auto_resume_off_refuses_a_second_start(desk: Desk) -> None:
         await desk.claim(run="r2", launch={"auto_resume": False})
 
 
+async def test_auto_resume_off_lets_a_claim_whose_answer_was_lost_be_repeated(desk: Desk) -> None:
+    first = await desk.claim(launch={"auto_resume": False})
+    again = await desk.claim(launch={"auto_resume": False})
+    assert (again.attempt, again.epoch) == (first.attempt, first.epoch + 1)
+
+
+async def test_only_the_first_claim_of_a_run_takes_over(desk: Desk) -> None:
+    """Two runs that both adopted the root must not take it from one another for ever."""
+    await desk.claim()
+    config = resolve_document(desk.document, origin="t").document
+    request = RunRequest(config=config, take_over=True)
+    second = await desk.claim(request, workflow_id="train/y", run="r2")
+    await desk.claim(request, workflow_id="train/z", run="r3")
+    progress = RunProgress(run=second.run, epoch=second.epoch)
+    later = request.model_copy(update={"progress": progress})
+    with pytest.raises(OwnershipError, match="train/z"):
+        await desk.claim(later, workflow_id="train/y", run="r2")
+
+
 async def test_a_digest_that_does_not_fit_its_config_is_refused(desk: Desk) -> None:
     request = RunRequest(config=desk.document, config_sha256="0" * 64)
     with pytest.raises(ConfigurationError, match="render the run file again"):
