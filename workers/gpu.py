@@ -59,7 +59,7 @@ async def _reap_forever(fleet: RayFleet, client: Client) -> None:
     while True:
         try:
             await fleet.reap(partial(_may_be_open, client))
-        except (PerdureError, RPCError) as error:
+        except (PerdureError, RPCError, OSError) as error:
             _log.warning("left-over fleets not looked for", reason=str(error))
         await asyncio.sleep(REAP_INTERVAL_S)
 

@@ -9,6 +9,7 @@ import structlog
 
 from activities.storage.lease import require_epoch
 from activities.wire.client import EngineClient
+from models.errors import PerdureError
 from models.ids import FenceToken, RunRef
 from models.ports import ActorStatus, EngineHandle
 from models.run import PrepareReport, PrepareRequest
@@ -122,14 +123,28 @@ class RayFleet:
         for run_id in sorted(await ending.runs_with_actors(self._cluster)):
             if await is_open(run_id):
                 continue
-            _log.info("reaping the fleet of an ended run", run=run_id)
-            run = await ending.find_run(self._cluster, run_id)
-            if run is None:
-                await ending.kill_namespace(self._cluster, run_id)
-            else:
-                await self.teardown(run)
-            reaped.append(run_id)
+            try:
+                if await self._reap(run_id, is_open):
+                    reaped.append(run_id)
+            except (PerdureError, OSError, ValueError) as error:
+                # One root that cannot be written must not keep other fleets alive.
+                _log.warning("fleet of an ended run left over", run=run_id, reason=str(error))
         return tuple(reaped)
+
+    async def _reap(self, run_id: str, is_open: ending.IsOpen) -> bool:
+        run = await ending.find_run(self._cluster, run_id)
+        if run is None:
+            await ending.kill_namespace(self._cluster, run_id)
+            return True
+        found = self._run(run)
+        async with found.fleet.lock:
+            # Started again meanwhile, it may have kept these very actors.
+            if await is_open(run_id):
+                return False
+            _log.info("reaping the fleet of an ended run", run=run_id)
+            await ending.teardown(found.fleet, found.engines)
+        self._runs.pop(run, None)
+        return True
 
     def _run(self, run: RunRef) -> _Run:
         if run not in self._runs:
