@@ -142,21 +142,26 @@ def watch_loop(
 
 
 def run_process(body: Coroutine[Any, Any, None]) -> None:
-    """Run a worker process to its end and leave it.
+    """Run a worker process to its end and leave it. Does not return."""
+    _log_to_stderr()
+    asyncio.run(_run_and_leave(body))
+
+
+async def _run_and_leave(body: Coroutine[Any, Any, None]) -> None:
+    """Leave from within the loop: its end would wait for every thread, a hanging one for ever.
 
     ``os._exit``, because a process that used the Temporal SDK may abort while Python finalizes.
     """
-    _log_to_stderr()
     code = 0
     try:
-        asyncio.run(body)
+        await body
     except ServiceUnreachable as error:
         _log.error("a service is unreachable", reason=error.message)
         code = EXIT_UNREACHABLE
     except PerdureError as error:
         _log.error("worker failed", kind=error.type_name(), reason=error.message)
         code = EXIT_FAILED
-    except RuntimeError:
+    except (RuntimeError, OSError):
         _log.exception("worker failed")
         code = EXIT_FAILED
     sys.stdout.flush()

@@ -2,6 +2,8 @@
 
 import asyncio
 import socket
+import subprocess
+import sys
 import threading
 import time
 
@@ -53,3 +55,26 @@ async def test_a_server_that_never_answers_is_given_up() -> None:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         with pytest.raises(ServiceUnreachable):
             await asyncio.wait_for(connect(address, timeout_s=0.5), 5)
+
+
+HANGING = """
+import asyncio, time
+from models.errors import ServiceUnreachable
+from workers.serving import run_process
+
+async def body():
+    asyncio.ensure_future(asyncio.to_thread(time.sleep, 300))
+    await asyncio.sleep(0.1)
+    raise {error}
+
+run_process(body())
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [("ServiceUnreachable('no Ray')", 3), ("TimeoutError('leaving Ray')", 1)]
+)
+def test_a_worker_leaves_though_a_thread_hangs(error: str, code: int) -> None:
+    program = HANGING.format(error=error)
+    ended = subprocess.run([sys.executable, "-c", program], timeout=60, capture_output=True)
+    assert ended.returncode == code, ended.stderr
