@@ -9,7 +9,7 @@ from functools import lru_cache
 import structlog
 from temporalio.api.operatorservice.v1 import AddSearchAttributesRequest
 from temporalio.client import Client
-from temporalio.envconfig import ClientConfig
+from temporalio.envconfig import ClientConfig, ClientConnectConfig
 from temporalio.runtime import (
     LogForwardingConfig,
     LoggingConfig,
@@ -29,21 +29,22 @@ DEFAULT_ADDRESS = "127.0.0.1:7233"
 _log = structlog.get_logger(__name__)
 
 
-async def connect(address: str | None = None, *, timeout_s: float = CONNECT_TIMEOUT_S) -> Client:
+async def connect(
+    address: str | None = None, *, configured: bool = True, timeout_s: float = CONNECT_TIMEOUT_S
+) -> Client:
     """A client with Perdure's plugin.
 
     Args:
         address: ``host:port``; else the profile's, ``TEMPORAL_ADDRESS`` or the default.
+        configured: namespace, keys and TLS come from profile and ``TEMPORAL_*``; off for the
+            embedded server, which has none of another server's.
         timeout_s: deadline of the connection, all addresses and handshakes included.
 
     Raises:
         ServiceUnreachable: no server answered in time.
         ConfigurationError: the profile file is malformed or names an unknown profile.
     """
-    try:
-        config = ClientConfig.load_client_connect_config(config_file_strict=True)
-    except (RuntimeError, ValueError, OSError) as error:
-        raise ConfigurationError(f"Temporal client configuration: {error}") from error
+    config = _configuration() if configured else ClientConnectConfig()
     if address is not None:
         config["target_host"] = address
     config.setdefault("target_host", DEFAULT_ADDRESS)
@@ -81,6 +82,13 @@ async def ensure_search_attributes(client: Client) -> bool:
         _log.warning("search attributes not registered", reason=error.message)
         return False
     return True
+
+
+def _configuration() -> ClientConnectConfig:
+    try:
+        return ClientConfig.load_client_connect_config(config_file_strict=True)
+    except (RuntimeError, ValueError, OSError) as error:
+        raise ConfigurationError(f"Temporal client configuration: {error}") from error
 
 
 def _reason(error: Exception) -> str:

@@ -8,8 +8,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from temporalio.client import Client
 
 from models.errors import ConfigurationError, ServiceUnreachable
+from workers.cli.place import Place
+from workers.cli.server import connect_to
+from workers.connection import connect
 from workers.local_stack import client
 from workers.local_stack.client import ensure_stack, stack_status
 from workers.local_stack.services import build_services, environment
@@ -138,3 +142,31 @@ def test_a_state_folder_that_is_a_file(tmp_path: Path) -> None:
     assert read_status(file) is None
     with pytest.raises(ConfigurationError, match="PERDURE_STATE_DIR"):
         ensure_stack(file)
+
+
+async def test_the_embedded_server_is_reached_without_the_keys_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user of Temporal has a profile; the embedded server has no such namespace and no TLS."""
+    profile = tmp_path / "temporal.toml"
+    profile.write_text('[profile.default]\nnamespace = "prod"\napi_key = "secret"\n')
+    monkeypatch.setenv("TEMPORAL_CONFIG_FILE", str(profile))
+    monkeypatch.setenv("TEMPORAL_NAMESPACE", "prod")
+    monkeypatch.delenv("TEMPORAL_ADDRESS", raising=False)
+    given: list[dict[str, object]] = []
+
+    async def connected(**options: object) -> None:
+        given.append({name: options.get(name) for name in ("target_host", "namespace", "api_key")})
+
+    monkeypatch.setattr(Client, "connect", connected)
+    stack = info(tmp_path)
+    await connect_to(Place(stack.temporal_address, stack=stack))
+    await connect_to(Place(stack.temporal_address))
+    variables = environment(stack, tmp_path)
+    for name in [name for name in os.environ if name.startswith("TEMPORAL_")]:
+        monkeypatch.delenv(name)
+    for name in [name for name in variables if name.startswith("TEMPORAL_")]:
+        monkeypatch.setenv(name, variables[name])
+    await connect()
+    plain = {"target_host": "127.0.0.1:7001", "namespace": None, "api_key": None}
+    assert given == [plain, {**plain, "namespace": "prod", "api_key": "secret"}, plain]

@@ -85,11 +85,14 @@ def environment(info: StackInfo, folder: Path) -> dict[str, str]:
         # On Linux too this is the switch that binds Ray's listeners to loopback.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     }
+    # Namespace, keys and TLS of a profile are another server's.
+    inherited = {name: os.environ[name] for name in os.environ if not name.startswith("TEMPORAL_")}
     return {
-        **os.environ,
+        **inherited,
         **(own_ray if info.own_ray else {}),
         "PERDURE_STATE_DIR": str(folder),
         "TEMPORAL_ADDRESS": info.temporal_address,
+        "TEMPORAL_CONFIG_FILE": os.devnull,
         "RAY_ADDRESS": info.ray_address,
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
