@@ -231,7 +231,7 @@ class ReferenceLoop:
         for settings in self.optimizer.param_groups:
             settings["lr"] = optimizer.learning_rate * min(1.0, (index + 1) / max(1, warmup))
         self.optimizer.zero_grad(set_to_none=True)
-        for chunk in mixed.split(rows):
+        for chunk in mixed.split(rows) if len(mixed) else ():
             members = (chunk[:, None] * group + torch.arange(group)).flatten()
             with torch.autocast(
                 "cpu", torch.bfloat16, enabled=self.spec.trainer.compute_dtype == "bfloat16"
