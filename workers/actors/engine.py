@@ -1,5 +1,6 @@
 """The engine actor: starts an engine server as its child process and watches it."""
 
+import asyncio
 import sys
 from pathlib import Path
 
@@ -29,17 +30,20 @@ class EngineActor:
         self._order = order
         self._spec = spec_of(order.run)
         self._server: ServerProcess | None = None
+        self._starting: asyncio.Task[ServerProcess] | None = None
 
     async def start(self) -> ActorFacts:
-        """Start the server and return when it serves the prepared model.
+        """Start the server and return when it serves the prepared model. A repeated call joins.
 
         Raises:
             ConfigurationError: it refuses the model or its options.
             EngineLost: it ended or was not ready in time; the message holds its last log lines.
         """
-        command = server_command(self._order, self._spec)
-        timeout_s = self._spec.inference.start_timeout_s
-        self._server = await ServerProcess.start(command, timeout_s)
+        if self._starting is None:
+            command = server_command(self._order, self._spec)
+            timeout_s = self._spec.inference.start_timeout_s
+            self._starting = asyncio.create_task(ServerProcess.start(command, timeout_s))
+        self._server = await asyncio.shield(self._starting)
         return await self.facts()
 
     async def wait_exit(self) -> ServerExit:
