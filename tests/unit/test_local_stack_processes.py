@@ -20,6 +20,8 @@ from workers.local_stack.state import (
     ProcessStatus,
     StackInfo,
     StackStatus,
+    make_private,
+    ray_temp_dir,
     read_status,
     write_status,
 )
@@ -256,6 +258,23 @@ async def test_a_supervisor_that_stops_is_not_ready(tmp_path: Path) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     await asyncio.wait_for(running, 20)
     assert not _status(tmp_path).ready
+
+
+def test_the_folder_of_ray_is_private(tmp_path: Path) -> None:
+    open_to_all = tmp_path / "left"
+    open_to_all.mkdir(mode=0o777)
+    for folder in (open_to_all, tmp_path / "new"):
+        make_private(folder)
+        assert folder.stat().st_mode & 0o777 == 0o700
+    (tmp_path / "link").symlink_to(open_to_all)
+    with pytest.raises(ConfigurationError, match="link"):
+        make_private(tmp_path / "link")
+
+
+def test_the_address_of_a_socket_of_ray_is_short_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: 2**32 - 2)
+    session = "session_2026-11-29_23-53-08_588543_4194304"
+    assert len(str(ray_temp_dir(Path("/x")) / session / "sockets" / "plasma_store")) <= 107
 
 
 def test_one_supervisor_a_folder(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import secrets
+import stat
 from pathlib import Path
 
 from models.base import Carried
@@ -107,6 +108,25 @@ def ray_token(folder: Path) -> str:
 
 
 def ray_temp_dir(folder: Path) -> Path:
-    """A short path for Ray's sockets: a Unix socket's address holds 107 bytes at most."""
+    """A short path for Ray's sockets: a Unix socket's address holds 107 bytes at most.
+
+    Ray opens its folders to every user, so this one lies in a private one.
+    """
     digest = hashlib.sha256(str(folder).encode()).hexdigest()[:10]
-    return Path("/tmp") / f"perdure-{os.getuid()}-{digest}"
+    return Path("/tmp") / f"perdure-{os.getuid()}-{digest}" / "ray"
+
+
+def make_private(path: Path) -> None:
+    """Make ``path`` a folder that only its owner, this user, may enter.
+
+    Raises:
+        ConfigurationError: somebody else was there first.
+    """
+    path.mkdir(mode=0o700, exist_ok=True)
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise ConfigurationError(
+            f"{path} belongs to user {found.st_uid} or is no folder; remove it, or set "
+            "PERDURE_STATE_DIR to another folder"
+        )
+    path.chmod(0o700)

@@ -27,6 +27,8 @@ from workers.local_stack.state import (
     ProcessStatus,
     StackInfo,
     StackStatus,
+    make_private,
+    ray_temp_dir,
     read_status,
     write_status,
 )
@@ -246,6 +248,8 @@ def supervise(info: StackInfo, folder: Path) -> int:
     if lock is None:
         return 0
     with lock:
+        if info.own_ray:
+            make_private(ray_temp_dir(folder).parent)
         asyncio.run(Supervisor(info, folder, build_services(info, folder)).run())
     return 0
 
