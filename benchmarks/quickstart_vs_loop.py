@@ -7,10 +7,7 @@ process and a trainer process, on an embedded stack of its own. Both use the sam
 and prompts and evaluate as often. Nothing is judged: the measurements are printed and written to
 ``FOLDER/comparison.json``.
 
-The seconds per update of Perdure are wall time from the start of the first collection to the end of
-the last publication, less checkpoints and evaluations in between, over the number of updates. The
-control plane is what remains of them when the work that the actors report is taken away: sampling
-and scoring in the producer, the optimizer step in the trainer, the publication.
+What an update of Perdure and its control plane are is defined in ``activities/analysis/costs.py``.
 """
 
 import argparse
@@ -21,11 +18,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from activities.analysis.costs import update_costs
 from activities.storage import layout
 from activities.storage.store import Store
 from configs.load import load_run
@@ -94,20 +93,11 @@ def run_perdure(run_file: str, overrides: list[str], work: Path) -> dict[str, An
 
 def read_run(store: Store) -> dict[str, Any]:
     """Per-update costs of a finished run, from its artifacts alone."""
+    costs = update_costs(store)
+    if costs is None:
+        raise SystemExit(f"the run under {store.root} finished no update")
     timings = [row for row in store.read_jsonl(layout.DRIVER_TIMING).rows if row["passed"]]
     metrics = store.read_jsonl(layout.METRICS).rows
-    in_loop = [row for row in timings if row["rollout_id"] is not None]
-    num_updates = sum(row["stage"] == "training" for row in in_loop)
-    first = min(row["started_unix"] for row in in_loop if row["stage"] == "generation_wait")
-    last = max(row["started_unix"] + row["seconds"] for row in in_loop if _is_update(row))
-    aside = sum(
-        row["seconds"] for row in timings
-        if not _is_update(row) and first <= row["started_unix"] < last
-    )  # fmt: skip
-    wall = (last - first - aside) / num_updates
-    rollout = _mean_of(metrics, "rollout/seconds")
-    train = _mean_of(metrics, "train/step_seconds")
-    publish = mean(row["seconds"] for row in in_loop if row["stage"] == "publication")
     evaluations = {
         int(row["eval/step"]): row[name]
         for row in metrics
@@ -116,11 +106,8 @@ def read_run(store: Store) -> dict[str, Any]:
         if name != "eval/step"
     }
     return {
-        "seconds_per_update": wall,
-        "rollout_seconds": rollout,
-        "train_seconds": train,
-        "publish_seconds": publish,
-        "control_plane_share": (wall - rollout - train - publish) / wall,
+        **asdict(costs),
+        "control_plane_share": costs.control_plane_share,
         "stage_seconds": {
             stage: mean(row["seconds"] for row in timings if row["stage"] == stage)
             for stage in sorted({row["stage"] for row in timings})
@@ -137,18 +124,6 @@ def describe_machine() -> dict[str, Any]:
         "python": platform.python_version(),
         **{name: version(name) for name in ("torch", "transformers", "ray", "temporalio")},
     }
-
-
-def _is_update(row: dict[str, Any]) -> bool:
-    return row["rollout_id"] is not None and row["stage"] in (
-        "generation_wait",
-        "training",
-        "publication",
-    )
-
-
-def _mean_of(rows: list[dict[str, Any]], name: str) -> float:
-    return mean(row[name] for row in rows if row.get(name) is not None)
 
 
 def _set(overrides: list[str]) -> list[str]:
@@ -182,7 +157,8 @@ def main() -> None:
     for name in ("seconds_per_update", "rollout_seconds", "train_seconds", "publish_seconds"):
         print(f"{name:<22} loop {loop[name]:8.3f}   perdure {durable[name]:8.3f}")
     print(f"{'ratio':<22} {comparison['ratio']:.3f}")
-    print(f"{'control plane':<22} {durable['control_plane_share']:.1%} of an update")
+    share = durable["control_plane_share"]
+    print(f"{'control plane':<22} {'overlapped' if share is None else f'{share:.1%} of an update'}")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from activities.analysis.costs import UpdateCosts, update_costs
 from activities.storage import layout
 from activities.storage.store import Store
 from models.errors import PerdureError
@@ -45,6 +46,14 @@ def read_history(root: str) -> History:
     return History(
         tuple(value for _, value in sorted(rewards.items())), tuple(sorted(evaluations.items()))
     )
+
+
+def read_costs(root: str) -> UpdateCosts | None:
+    """What an update cost; none when the root cannot tell."""
+    try:
+        return update_costs(Store(root))
+    except (PerdureError, OSError, KeyError):
+        return None
 
 
 def read_json(root: str, name: str) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
+from activities.analysis.costs import UpdateCosts
 from activities.storage import layout
 from models.evaluation import ExportReport
 from models.run import RunOutcome, RunProgress, RunState
@@ -33,6 +34,7 @@ class Ending:
     export: ExportReport | None
     reward_first: float | None
     reward_last: float | None
+    costs: UpdateCosts | None
 
     @property
     def exit_code(self) -> int:
@@ -86,6 +88,7 @@ def read_ending(
         export=export,
         reward_first=progress.reward_first if first is None else first,
         reward_last=progress.reward_last if last is None else last,
+        costs=artifacts.read_costs(root) if owned else None,
     )
 
 
@@ -125,7 +128,18 @@ def _verdict(ending: Ending) -> list[str]:
         ends = dict.fromkeys((evaluations[0], evaluations[-1]))
         text = " -> ".join(f"{reward:.3f} after update {update}" for update, reward in ends)
         lines.append(f"  evaluation  {text}")
+    if ending.costs is not None:
+        lines.append(f"  update      {_costs(ending.costs)}")
     return lines
+
+
+def _costs(costs: UpdateCosts) -> str:
+    text = (
+        f"{costs.seconds_per_update:.2f} s: sampling {costs.rollout_seconds:.2f}, training "
+        f"{costs.train_seconds:.2f}, publication {costs.publish_seconds:.2f}"
+    )
+    share = costs.control_plane_share
+    return f"{text} (side by side)" if share is None else f"{text}, control plane {share:.1%}"
 
 
 def _curve(console: Console, ending: Ending) -> list[str]:
