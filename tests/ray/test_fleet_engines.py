@@ -8,7 +8,7 @@ import psutil
 import pytest
 from fleet_rig import Run, kill, publish, statuses, until
 
-from models.errors import EngineLost
+from models.errors import ConfigurationError
 from workers.actors.engine import LOGS
 from workers.fleet import RayFleet
 
@@ -72,11 +72,11 @@ async def test_a_server_that_cannot_start_is_reported_with_its_log(fleet: RayFle
     kill((await statuses(fleet, run))["engine-0"].pid)
     weights.rename(weights.with_suffix(".away"))
 
-    with pytest.raises(EngineLost) as caught:
+    with pytest.raises(ConfigurationError) as caught:
         await fleet.heal_engines(run.token(), run.ref)
 
     log = Path(run.ref.root) / LOGS / "engine-0.log"
-    assert f"engine-0 ended with exit status 2 before it served; end of {log}" in str(caught.value)
+    assert f"engine-0 refuses to start; end of {log}" in str(caught.value)
     assert "safetensors" in str(caught.value)
     assert await fleet.engines(run.ref) == ()
     weights.with_suffix(".away").rename(weights)
