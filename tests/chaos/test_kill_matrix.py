@@ -5,6 +5,7 @@ tests is ``test_one_run_many_kills.py``.
 """
 
 import asyncio
+import random
 from pathlib import Path
 
 import pytest
@@ -44,8 +45,10 @@ async def test_several_random_kills_end_in_the_same_parameters(
         )
         job = Job(stack, config, name, root)
         await asyncio.to_thread(job.start)
-        for number, victim in enumerate(victims):
-            await job.until_updates(4 + 5 * number)
+        points = sorted(random.sample(range(2, 20), len(victims)))
+        print(dict(zip(points, victims, strict=True)))
+        for point, victim in zip(points, victims, strict=True):
+            await job.until_updates(point)
             await job.kill_and_measure(victim, "update")
         assert await job.until_closed() == WorkflowExecutionStatus.COMPLETED
         books = account(root)
