@@ -11,8 +11,9 @@ from activities.wire.contract import PauseMode
 from configs.load import document_sha256, resolve_document
 from configs.run import RunSpec
 from models.errors import DigestMismatch
-from models.ids import RunRef
+from models.ids import FenceToken, RunRef
 from models.ports import FleetPort, Tracker
+from models.routing import RouterState, RoutingTable
 
 
 class EngineControl(Protocol):
@@ -43,6 +44,29 @@ class EngineControl(Protocol):
         ...
 
 
+class RouterControl(Protocol):
+    """The control calls of ``activities.wire.router_client.RouterClient``."""
+
+    async def set_table(self, token: FenceToken, table: RoutingTable) -> None:
+        """Route by exactly this table; an older epoch's is refused with ``StaleFence``."""
+        ...
+
+    async def drain(self, token: FenceToken, engine: str, timeout_s: float) -> None:
+        """Give ``engine`` no new group and return when it owes no call.
+
+        Raises ``ServiceUnreachable`` when it still does after ``timeout_s`` seconds.
+        """
+        ...
+
+    async def state(self) -> RouterState:
+        """Every engine as the router sees it."""
+        ...
+
+    async def aclose(self) -> None:
+        """Close connections."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Site:
     """Where activities run; one per worker process."""
@@ -51,6 +75,8 @@ class Site:
     tracker: Tracker
     engine: Callable[[str], EngineControl]
     """A client for an engine's URL."""
+    router: Callable[[str], RouterControl]
+    """A client for a router's URL."""
 
 
 def store_of(run: RunRef) -> Store:

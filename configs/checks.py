@@ -215,18 +215,18 @@ def _warmup(spec: RunSpec) -> Iterator[Problem]:
 
 def _policy_gap(spec: RunSpec) -> Iterator[Problem]:
     steps = spec.steps_per_update
-    if spec.core.max_policy_lag < steps - 1:
+    if spec.max_policy_lag < steps - 1:
         yield Problem(
             "core.max_policy_lag",
             f"must be at least {steps - 1}: the last of {steps} optimizer steps of an update "
             f"trains on samples that are {steps - 1} steps old",
-            spec.core.max_policy_lag,
+            spec.max_policy_lag,
             f"set it to {steps - 1} (sequential) or to {2 * steps - 1} (overlapped) and more",
         )
     if spec.overlaps and spec.training.use_tis is False:
         yield Problem(
             "training.use_tis",
-            f"collections overlap with training (core.max_policy_lag {spec.core.max_policy_lag} "
+            f"collections overlap with training (core.max_policy_lag {spec.max_policy_lag} "
             f">= {2 * steps - 1}), so behavior differs from the trained policy and must be "
             "corrected",
             False,

@@ -12,11 +12,15 @@ class CoreSection(Section):
 
     max_run_seconds: float | None = Field(default=None, gt=0)
     """Soft deadline: finish at a completed collection after this many wall-clock seconds."""
-    max_policy_lag: int = Field(default=0, ge=0)
-    """Largest policy version minus behavior version at any optimizer step. With K steps an update,
-    at least K - 1; from 2K - 1 on the next collection is sampled while the trainer works."""
-    publication_mode: Literal["barrier"] = "barrier"
-    """How engines take new weights."""
+    max_policy_lag: int | None = Field(default=None, ge=0)
+    """Largest policy version minus behavior version at any optimizer step; default: 6 when fully
+    async, else 0. With K steps an update, at least K - 1; from 2K - 1 on the next collection is
+    sampled while the trainer works."""
+    publication_mode: Literal["barrier", "refresh", "rolling"] = "barrier"
+    """How engines take new weights: live requests are sampled again (barrier), go on under the new
+    weights (refresh), or finish first, one engine after the other (rolling)."""
+    pipeline_observation_interval_s: float = Field(default=5.0, ge=0)
+    """Seconds between rows of ``pipeline_occupancy.jsonl`` of a fully async run; 0: none."""
     filter_zero_std_groups: bool = True
     """Replace groups whose rewards all tie by freshly sampled ones before training."""
     reward_zero_truncated: bool = False

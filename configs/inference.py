@@ -42,3 +42,7 @@ class InferenceSection(Section):
     """Deadline for an engine to become healthy."""
     update_timeout_s: float = Field(default=180.0, gt=0)
     """Deadline for an engine to load and confirm new weights."""
+    drain_timeout_s: float = Field(default=180.0, gt=0)
+    """Deadline for admitted requests to finish before an evaluation or a rolling publication."""
+    router_max_queued_requests: int = Field(default=4096, ge=1)
+    """Requests waiting in the router of a fully async run; above it answers 503."""

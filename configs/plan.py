@@ -53,7 +53,8 @@ def loop_plan(spec: RunSpec, infra_timeout_multiplier: float = 1.0) -> LoopPlan:
     return LoopPlan(
         num_rollouts=spec.training.num_rollouts,
         steps_per_update=spec.steps_per_update,
-        max_policy_lag=spec.core.max_policy_lag,
+        max_policy_lag=spec.max_policy_lag,
+        fully_async=spec.fully_async,
         save_checkpoints=saves,
         save_interval=(spec.training.save_interval or spec.training.num_rollouts)
         if saves
@@ -95,7 +96,7 @@ def _shape(spec: RunSpec) -> dict[str, Any]:
         "samples_per_optimizer_step": spec.samples_per_collection // steps,
         "optimizer_steps_per_collection": steps,
         "optimizer_steps": steps * spec.training.num_rollouts,
-        "max_policy_lag_optimizer_steps": spec.core.max_policy_lag,
+        "max_policy_lag_optimizer_steps": spec.max_policy_lag,
         "overlapped": spec.overlaps,
         "tis": spec.uses_tis,
     }

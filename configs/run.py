@@ -2,8 +2,9 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
+from configs.asynchronous import AsyncSection
 from configs.core import CoreSection
 from configs.data import DataSection
 from configs.evaluation import EvaluationSection
@@ -14,9 +15,14 @@ from configs.section import Section
 from configs.trainer import TrainerSection
 from configs.training import OptimizerSection, TrainingSection
 
+ASYNC_POLICY_LAG = 6
+"""Default of ``core.max_policy_lag`` in a fully async run, in optimizer steps."""
+
 
 class RunSpec(Section):
     """A run, resolved: defaults < TOML < ``--set``."""
+
+    model_config = ConfigDict(serialize_by_alias=True)
 
     schema_version: Literal[1]
     """Version of this schema."""
@@ -28,6 +34,7 @@ class RunSpec(Section):
     training: TrainingSection = TrainingSection()
     optimizer: OptimizerSection = OptimizerSection()
     core: CoreSection = CoreSection()
+    asynchronous: AsyncSection = Field(default=AsyncSection(), alias="async")
     trainer: TrainerSection = TrainerSection()
     inference: InferenceSection = InferenceSection()
     evaluation: EvaluationSection = EvaluationSection()
@@ -51,16 +58,38 @@ class RunSpec(Section):
         return self.samples_per_collection // batch
 
     @property
+    def fully_async(self) -> bool:
+        """Whether the producer samples freely into a queue while the trainer works."""
+        return self.asynchronous.fully_async
+
+    @property
+    def max_policy_lag(self) -> int:
+        """``core.max_policy_lag`` or its default, in optimizer steps."""
+        given = self.core.max_policy_lag
+        return given if given is not None else (ASYNC_POLICY_LAG if self.fully_async else 0)
+
+    @property
+    def max_group_age(self) -> int:
+        """Oldest a group may be, in optimizer steps, at the first of the K steps that train it."""
+        return self.max_policy_lag - (self.steps_per_update - 1)
+
+    @property
     def overlaps(self) -> bool:
-        """Whether the next collection is sampled while the trainer works.
+        """Whether the next collection is asked for while the trainer works on the current one.
 
         Its first optimizer step is K steps ahead of the sampling policy, its last one 2K - 1.
+        A fully async producer is not asked: it samples by itself.
         """
-        return self.core.max_policy_lag >= 2 * self.steps_per_update - 1
+        return not self.fully_async and self.max_policy_lag >= 2 * self.steps_per_update - 1
+
+    @property
+    def samples_while_training(self) -> bool:
+        """Whether engines and trainer work at the same time and share the cores."""
+        return self.fully_async or self.overlaps
 
     @property
     def uses_tis(self) -> bool:
         """Whether importance weights correct the behavior policy."""
         if self.training.use_tis is not None:
             return self.training.use_tis
-        return self.overlaps or self.inference.dtype != self.trainer.compute_dtype
+        return self.samples_while_training or self.inference.dtype != self.trainer.compute_dtype

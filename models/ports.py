@@ -46,6 +46,15 @@ class ActorStatus(Frozen):
     code_digest: str = ""
 
 
+class ServingReport(Frozen):
+    """The ``errors/`` metrics of a producer at one moment; counters start with its process."""
+
+    number: int
+    """Counts from 1 within one producer process."""
+    time_unix: float
+    metrics: dict[str, float]
+
+
 class TrainerPort(Protocol):
     """The optimizer. One mutating call at a time; ``progress`` answers during one."""
 
@@ -92,7 +101,31 @@ class ProducerPort(Protocol):
         ...
 
     async def set_engines(self, token: FenceToken, urls: tuple[str, ...]) -> None:
-        """Route to exactly these engines; each holds the published version and digest."""
+        """Route to exactly these engines; each holds the published version and digest.
+
+        In a fully async run the one address is the router's.
+        """
+        ...
+
+    async def begin_publication(self, token: FenceToken, version: int) -> None:
+        """The boundary before engines load ``version``; only called on a fully async producer.
+
+        ``barrier``: admission closes, unfinished groups are cancelled, joined and requeued.
+        ``refresh``: admission of new groups closes; calls that engines hand back wait for the end.
+        ``rolling``: nothing closes; samples of ``version`` are legal from now on.
+        Begun again, it does nothing.
+        """
+        ...
+
+    async def end_publication(self, token: FenceToken, version: int) -> None:
+        """Every engine serves ``version``: open what ``begin_publication`` closed.
+
+        Refused when ``version`` is not the one that was begun last.
+        """
+        ...
+
+    async def reports(self, after: int) -> tuple["ServingReport", ...]:
+        """Reports numbered above ``after``, at most the newest few hundred."""
         ...
 
     async def progress(self) -> StageProgress:
@@ -104,6 +137,13 @@ class EngineHandle(Frozen):
     """A live engine server."""
 
     name: str
+    url: str
+    incarnation: int
+
+
+class RouterHandle(Frozen):
+    """The live router of a fully async run."""
+
     url: str
     incarnation: int
 
@@ -134,12 +174,27 @@ class FleetPort(Protocol):
         """Live engines, in rank order."""
         ...
 
+    async def router(self, run: RunRef) -> RouterHandle | None:
+        """The live router; None for a run that has none, which is every run but a fully async one.
+
+        Raises:
+            EngineLost: the run should have one and it is dead; ``heal_engines`` replaces it.
+        """
+        ...
+
+    async def replace_engines(self, token: FenceToken, run: RunRef, names: tuple[str, ...]) -> None:
+        """End these engines although they live: they hang, or failed an update.
+
+        ``heal_engines`` starts their replacements.
+        """
+        ...
+
     async def heal_engines(self, token: FenceToken, run: RunRef) -> tuple[EngineHandle, ...]:
-        """Respawn dead engines and return those that need the current weights."""
+        """Respawn dead engines and a dead router; return engines that need the current weights."""
         ...
 
     def engine_deaths(self, run: RunRef) -> AbstractAsyncContextManager[AsyncIterator[str]]:
-        """Names of engines as they die, while the context is open."""
+        """Names of engines (and ``router``) as they die, while the context is open."""
         ...
 
     async def revoke(self, run: RunRef, epoch: int) -> None:

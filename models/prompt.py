@@ -53,6 +53,9 @@ class PromptDraw(Frozen):
     """Row in the prepared training file."""
     prepared_sample_id: str
     requeues: int = 0
+    """Attempts that failed for a serving reason, in this producer's life and before."""
+    stale: int = 0
+    """Times that its finished group was too old to train and the prompt was sampled again."""
 
 
 class DataState(Carried):

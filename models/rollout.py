@@ -58,7 +58,8 @@ class DroppedGroup(Carried):
 
     draw: PromptDraw
     reason: str
-    """``zero_std_R`` or ``verifier_error``, as in ``CollectionCounts.filtered_groups``."""
+    """``zero_std_R`` or ``verifier_error``, as in ``CollectionCounts.filtered_groups``; of a fully
+    async run also ``stale`` (handler "drop") and ``max_requeues`` (stale too often)."""
 
 
 class CollectionManifest(Carried):

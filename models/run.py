@@ -35,6 +35,8 @@ class LoopPlan(Carried):
     """Optimizer steps per collection (K)."""
     max_policy_lag: int = 0
     """In optimizer steps; below K the loop is strictly sequential."""
+    fully_async: bool = False
+    """The producer samples by itself; a collection is taken in its turn, never ahead."""
     save_checkpoints: bool = True
     save_interval: int | None = None
     eval_interval: int | None = None

@@ -63,6 +63,18 @@ class Sample:
     text: str = ""
     reward: float = float("nan")
     verdicts: list[Verdict] = field(default_factory=list)
+    routed_experts: bytes | None = None
+    """int32 [prompt + T - 1, layers, top_k] in C order, of the forward that made the last token."""
+
+    @property
+    def replay_version(self) -> int:
+        """The version of the forward that made the last token, and so the route table."""
+        return self.spans[-1].version
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether more than one policy version sampled it."""
+        return self.spans[0].version != self.spans[-1].version
 
     @property
     def oldest_version(self) -> int:
@@ -84,3 +96,18 @@ class SampleGroup:
     def rewards(self) -> list[float]:
         """Rewards in sibling order."""
         return [sample.reward for sample in self.samples]
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest behavior version of any token of any sample."""
+        return min(sample.oldest_version for sample in self.samples)
+
+    @property
+    def versions(self) -> set[int]:
+        """Every behavior version of any token."""
+        return {span.version for sample in self.samples for span in sample.spans}
+
+    @property
+    def response_tokens(self) -> int:
+        """Response tokens of all samples."""
+        return sum(len(sample.response_token_ids) for sample in self.samples)

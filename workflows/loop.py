@@ -120,7 +120,7 @@ def continue_as_new_due(
 
 def overlaps(plan: LoopPlan) -> bool:
     """Whether the lag bound lets a collection be sampled one update ahead."""
-    return plan.max_policy_lag >= 2 * plan.steps_per_update - 1
+    return not plan.fully_async and plan.max_policy_lag >= 2 * plan.steps_per_update - 1
 
 
 def collects_ahead(plan: LoopPlan, progress: RunProgress, now: float) -> bool:

@@ -4,6 +4,8 @@ Names that people and dashboards know (``workflow.json``, ``prepared/``, ``rollo
 ``checkpoints/``) are those of the operations guide.
 """
 
+import hashlib
+
 from models.ids import FenceToken
 
 WORKFLOW_JSON = "workflow.json"
@@ -38,6 +40,20 @@ ROLLOUT_ERRORS = "checkpoints/rollout_errors.jsonl"
 UPDATES = "checkpoints/updates.jsonl"
 """One row a finished optimize: update, epoch, batch_sha256, policy_version."""
 
+TRAINING_CONTRACT = "checkpoints/training_contract_rank0.jsonl"
+"""What the trainer checked and measured, one event a line."""
+PIPELINE_OCCUPANCY = "checkpoints/pipeline_occupancy.jsonl"
+PIPELINE_LIFECYCLE = "checkpoints/pipeline_lifecycle.jsonl"
+ROLLOUT_FLOW = "checkpoints/rollout_flow.jsonl"
+ENGINE_OCCUPANCY = "checkpoints/engine_occupancy.jsonl"
+"""Only failures to find the engines; each engine has a file of its own."""
+ROLLING_PUBLICATION = "checkpoints/engine_drain.jsonl"
+"""Events of a rolling publication, engine by engine."""
+
+EVALUATION = "evaluation"
+"""Receipts and results of background evaluations."""
+EVAL_SNAPSHOTS = "eval-snapshots"
+
 ROLLOUTS = "rollouts"
 
 LEASE = "lease"
@@ -52,6 +68,21 @@ def collection_parquet(update: int, epoch: int) -> str:
 def collection_manifest(update: int, epoch: int) -> str:
     """The file that makes ``collection_parquet`` count."""
     return f"{ROLLOUTS}/{update:07d}.e{epoch}.json"
+
+
+def engine_occupancy(url: str) -> str:
+    """Occupancy of the engine at ``url``."""
+    return f"checkpoints/engine_occupancy_{hashlib.sha256(url.encode()).hexdigest()[:12]}.jsonl"
+
+
+def eval_snapshot(update: int) -> str:
+    """The Hugging Face folder that a background evaluation of ``update`` updates reads."""
+    return f"{EVAL_SNAPSHOTS}/update-{update:08d}/hf"
+
+
+def eval_receipt(update: int, key: str) -> str:
+    """The receipt of a background evaluation; its exclusive creation claims it."""
+    return f"{EVALUATION}/update-{update:08d}-{key}.json"
 
 
 def eval_parquet(update: int, epoch: int) -> str:

@@ -134,12 +134,12 @@ def require_same_code(facts: ActorFacts, digest: str) -> None:
 
 def trainer_threads(spec: RunSpec, cores: int) -> int:
     """Torch threads of the trainer: as asked, else all cores, or half when sampling overlaps."""
-    return spec.trainer.num_threads or (max(1, cores // 2) if spec.overlaps else cores)
+    return spec.trainer.num_threads or (max(1, cores // 2) if spec.samples_while_training else cores)
 
 
 def engine_threads(spec: RunSpec, cores: int) -> int:
     """Torch threads of one engine: as asked, else its share of all cores, or of half of them."""
-    share = cores // 2 if spec.overlaps else cores
+    share = cores // 2 if spec.samples_while_training else cores
     return spec.inference.num_threads or max(1, share // spec.inference.num_engines)
 
 

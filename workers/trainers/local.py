@@ -204,7 +204,7 @@ class LocalTrainer:
         if batch.oldest_version is None:
             return 0
         lag = self.policy_version - batch.oldest_version
-        limit = self.spec.core.max_policy_lag - (self.spec.steps_per_update - 1)
+        limit = self.spec.max_group_age
         if lag < 0 or lag > limit:
             raise ContractViolation(
                 f"the oldest token was sampled by version {batch.oldest_version}, the trainer is "
