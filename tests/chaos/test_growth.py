@@ -58,7 +58,7 @@ async def test_memory_and_histories_stay_small(
 
 
 def _memory(job: Job, stack: Stack) -> dict[str, int]:
-    pids = {role: job.actor_pid(role) for role in ACTORS}
+    pids = {role: pid for role in ACTORS for pid in job.actor_pids(role)}
     pids |= {name: stack.pids()[name] for name in ("control", "gpu")}
     return {name: resident_bytes(pid) for name, pid in pids.items()}
 

@@ -26,7 +26,7 @@ from activities.storage import layout
 from workers.local_stack import stack_status, stop_stack
 from workers.local_stack.ports import free_port
 
-ACTORS = ("trainer", "producer", "engine")
+ACTORS = ("trainer", "producer", "engine", "router")
 SERVICES = ("control", "gpu", "temporal", "ray")
 VICTIMS = ("control", "gpu", "trainer", "engine", "producer", "temporal", "all")
 
@@ -157,19 +157,19 @@ class Job:
                         return description.status
                 await asyncio.sleep(0.2)
 
-    def actor_pid(self, role: str) -> int:
-        """Pid of an actor (of the server process for an engine), from ``fleet.json``."""
+    def actor_pids(self, role: str) -> list[int]:
+        """Pids of a role's actors (of the server process for an engine), from ``fleet.json``."""
         rows = json.loads((self.root / "fleet.json").read_text())
         rows = rows["actors"] if isinstance(rows, dict) else rows
-        return int(next(row["pid"] for row in rows if row["role"] == role))
+        return [int(row["pid"]) for row in rows if row["role"] == role]
 
     def kill(self, victim: str) -> None:
         """SIGKILL the victim; ``all`` is every process of the stack and of the fleet."""
         pids = self.stack.pids()
         if victim == "all":
-            targets = list(pids.values()) + [self.actor_pid(role) for role in ACTORS]
+            targets = [*pids.values(), *(pid for role in ACTORS for pid in self.actor_pids(role))]
         elif victim in ACTORS:
-            targets = [self.actor_pid(victim)]
+            targets = self.actor_pids(victim)[:1]
         else:
             targets = [pids[victim]]
         for pid in targets:
@@ -177,13 +177,18 @@ class Job:
                 os.kill(pid, signal.SIGKILL)
 
     async def kill_and_measure(self, victim: str, moment: str) -> Recovery:
-        """Kill at the moment, bring the stack up again if all died, wait for the next update."""
+        """Kill at the moment, bring the stack up again if all died, wait for the next update.
+
+        ``moment`` is ``update``, ``checkpoint``, ``evaluation``, or ``any`` for at once.
+        """
         prefixes = {
             "update": ("optimize", "collect"),
             "checkpoint": ("checkpoint",),
             "evaluation": ("evaluate",),
+            "any": (),
         }[moment]
-        await self.until_stage(prefixes)
+        if prefixes:
+            await self.until_stage(prefixes)
         before = len(self.finished_updates())
         old = self.stack.pids()
         self.kill(victim)
@@ -274,6 +279,7 @@ def write_config(path: Path, name: str, root: Path, model: Path, **settings: obj
             "deterministic": True,
         },
         "evaluation": {"interval": 6, "initial": False},
+        "async": {},
         "tracking": {"wandb_mode": "disabled"},
     }
     for key, value in settings.items():
