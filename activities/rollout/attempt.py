@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from activities.rollout.admission import AdmissionGate
+from activities.rollout.policy import ServedPolicy
 from activities.rollout.recovery import join_siblings
 from activities.verifiers.base import total_reward, truncated
 from activities.verifiers.registry import VerifierSet
@@ -67,9 +68,19 @@ class GroupSampler:
         """Group index -> samples scored so far, of the groups being attempted."""
 
     async def attempt(
-        self, draw: PromptDraw, prompt: PreparedPrompt, version: int, gate: AdmissionGate
+        self,
+        draw: PromptDraw,
+        prompt: PreparedPrompt,
+        gate: AdmissionGate,
+        *,
+        policy: ServedPolicy,
+        exact: int | None,
+        on_sample: Callable[[], None] | None = None,
     ) -> SampleGroup:
-        """Sample and score every sibling under policy ``version``.
+        """Sample and score every sibling.
+
+        ``exact`` is the one legal policy version; None allows any up to ``policy.newest``.
+        ``on_sample`` is called as each sample is generated and scored.
 
         Raises:
             GenerationFault: a known serving fault; siblings were cancelled and joined.
@@ -82,7 +93,7 @@ class GroupSampler:
                 plan.samples_per_prompt, timeout_s=plan.engine_wait_s
             ) as route:
                 samples = await join_siblings(
-                    self._sample(draw, prompt, sibling, version, gate, route)
+                    self._sample(draw, prompt, sibling, gate, route, policy, exact, on_sample)
                     for sibling in range(plan.samples_per_prompt)
                 )
         finally:
@@ -99,10 +110,13 @@ class GroupSampler:
         draw: PromptDraw,
         prompt: PreparedPrompt,
         sibling: int,
-        version: int,
         gate: AdmissionGate,
         route: Route,
+        policy: ServedPolicy,
+        exact: int | None,
+        on_sample: Callable[[], None] | None,
     ) -> Sample:
+        version = policy.published if exact is None else exact
         index = draw.first_sample_index + sibling
         request = self._request(prompt, index, version)
         await gate.acquire()
@@ -115,6 +129,8 @@ class GroupSampler:
         sample.verdicts = await self._verdicts(prompt, sample)
         sample.reward = total_reward(sample.verdicts)
         self.finished[draw.group_index] += 1
+        if on_sample is not None:
+            on_sample()
         return sample
 
     def _request(self, prompt: PreparedPrompt, sample_index: int, version: int) -> GenerateRequest:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from activities.rollout.admission import AdmissionGate
 from activities.rollout.attempt import GroupSampler
+from activities.rollout.policy import ServedPolicy
 from activities.rollout.summary import count_verdicts, is_truncated
 from models.errors import ContractViolation, GenerationFault
 from models.evaluation import EvaluateRequest, EvaluationReport
@@ -64,7 +65,13 @@ class HeldOutGroups:
 
     async def attempt(self, draw: PromptDraw) -> SampleGroup:
         """Sample and score the row."""
-        return await self._sampler.attempt(draw, self._prompts[draw.row], self._version, self._gate)
+        return await self._sampler.attempt(
+            draw,
+            self._prompts[draw.row],
+            self._gate,
+            policy=ServedPolicy(self._version),
+            exact=self._version,
+        )
 
     def on_finished(self, draw: PromptDraw, group: SampleGroup) -> None:
         """Keep the group."""

@@ -10,6 +10,7 @@ import structlog
 from activities.rollout.admission import AdmissionGate
 from activities.rollout.attempt import GroupSampler
 from activities.rollout.filters import VERIFIER_ERROR, drop_reason
+from activities.rollout.policy import ServedPolicy
 from activities.rollout.source import PromptSource
 from activities.rollout.summary import SampledTally
 from models.errors import ContractViolation, GenerationFault
@@ -88,7 +89,9 @@ class TrainingGroups:
     async def attempt(self, draw: PromptDraw) -> SampleGroup:
         """Sample and score the group."""
         prompt = self._source.prompt(draw)
-        return await self._sampler.attempt(draw, prompt, self._version, self._gate)
+        return await self._sampler.attempt(
+            draw, prompt, self._gate, policy=ServedPolicy(self._version), exact=self._version
+        )
 
     def on_finished(self, draw: PromptDraw, group: SampleGroup) -> None:
         """Keep the group, or drop it when it must not train.
