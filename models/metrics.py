@@ -24,6 +24,8 @@ _UPDATE = "train/step"
 _ROLLOUT = "rollout/step"
 _EVAL = "eval/step"
 _ERRORS = "errors/elapsed_seconds"
+_ASYNC = "rollout/fully_async/"
+_QUEUE = f"{_ASYNC}completed_queue/"
 
 METRICS: tuple[Metric, ...] = (
     # training, one row an update (axis: completed optimizer steps - 1)
@@ -75,6 +77,33 @@ METRICS: tuple[Metric, ...] = (
     Metric("rollout/weight_version/min", "steps", _ROLLOUT, "oldest behavior version"),
     Metric("rollout/weight_version/max", "steps", _ROLLOUT, "newest behavior version"),
     Metric("rollout/max_requeues", "count", _ROLLOUT, "most requeues of any one prompt draw"),
+    # the queue of finished groups of a fully async run, over the window since the last collection
+    Metric(f"{_ASYNC}queue_size", "groups", _ROLLOUT, "finished groups that wait"),
+    Metric(f"{_ASYNC}aborted_groups_filtered", "groups", _ROLLOUT, "canceled before they ended"),
+    Metric(f"{_ASYNC}stale_groups_filtered", "groups", _ROLLOUT, "older than the age limit"),
+    Metric(f"{_ASYNC}avg_staleness", "steps", _ROLLOUT, "mean age of the delivered groups"),
+    Metric(f"{_ASYNC}max_staleness", "steps", _ROLLOUT, "greatest age of a delivered group"),
+    Metric(f"{_ASYNC}buffer_avg_staleness", "steps", _ROLLOUT, "mean age of what waits"),
+    Metric(f"{_ASYNC}buffer_max_staleness", "steps", _ROLLOUT, "greatest age of what waits"),
+    Metric(f"{_ASYNC}rejected_policy_groups", "groups", _ROLLOUT, "not of a legal version"),
+    Metric(f"{_ASYNC}rejected_incomplete_groups", "groups", _ROLLOUT, "samples were missing"),
+    Metric(f"{_ASYNC}rejected_mixed_policy_groups", "groups", _ROLLOUT, "of several versions"),
+    Metric(f"{_QUEUE}dropped_groups", "groups", _ROLLOUT, "left the queue, not into training"),
+    Metric(f"{_QUEUE}dropped_samples", "samples", _ROLLOUT, "their samples"),
+    Metric(f"{_QUEUE}dropped_response_tokens", "tokens", _ROLLOUT, "their response tokens"),
+    Metric(f"{_QUEUE}delivered_groups", "groups", _ROLLOUT, "went into a collection"),
+    Metric(f"{_QUEUE}delivered_samples", "samples", _ROLLOUT, "their samples"),
+    Metric(f"{_QUEUE}delivered_response_tokens", "tokens", _ROLLOUT, "their response tokens"),
+    Metric(f"{_QUEUE}dropped_groups_fraction", "fraction", _ROLLOUT, "dropped / both"),
+    Metric(f"{_QUEUE}dropped_samples_fraction", "fraction", _ROLLOUT, "dropped / both"),
+    Metric(f"{_QUEUE}dropped_response_tokens_fraction", "fraction", _ROLLOUT, "dropped / both"),
+    Metric(f"{_QUEUE}dropped_samples_by_length/*", "samples", _ROLLOUT, "by response tokens"),
+    Metric(f"{_QUEUE}dropped_samples_by_age/*", "samples", _ROLLOUT, "by age in steps"),
+    Metric(f"{_QUEUE}delivered_samples_by_length/*", "samples", _ROLLOUT, "by response tokens"),
+    Metric(f"{_QUEUE}delivered_samples_by_age/*", "samples", _ROLLOUT, "by age in steps"),
+    Metric(f"{_QUEUE}dropped_samples_fraction_by_length/*", "fraction", _ROLLOUT, "of each bin"),
+    Metric(f"{_QUEUE}dropped_samples_fraction_by_age/*", "fraction", _ROLLOUT, "of each bin"),
+    Metric(f"{_QUEUE}consumer_wait_seconds", "s", _ROLLOUT, "the collection waited for groups"),
     # evaluation
     Metric("eval/step", "index", _EVAL, "completed updates"),
     Metric("eval/*", "1", _EVAL, "mean reward of the named held-out set"),
