@@ -8,7 +8,9 @@ import re
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 
+from configs.async_checks import async_problems
 from configs.data import DataSection, TaskSpec
+from configs.evaluation import EvaluationSection
 from configs.hints import nearest
 from configs.model import ModelSection
 from configs.problem import Problem
@@ -32,7 +34,7 @@ def find_problems(spec: RunSpec) -> list[Problem]:
         *_evaluation(spec),
     ]
     if not spec.samples_per_collection % _batch(spec):
-        problems += [*_warmup(spec), *_policy_gap(spec)]
+        problems += [*_warmup(spec), *_policy_gap(spec), *async_problems(spec)]
     return problems
 
 
@@ -221,7 +223,8 @@ def _policy_gap(spec: RunSpec) -> Iterator[Problem]:
             f"must be at least {steps - 1}: the last of {steps} optimizer steps of an update "
             f"trains on samples that are {steps - 1} steps old",
             spec.max_policy_lag,
-            f"set it to {steps - 1} (sequential) or to {2 * steps - 1} (overlapped) and more",
+            f"set it to {steps - 1} (sequential), or to {2 * steps - 1} and more (overlapped or "
+            "fully async)",
         )
     if spec.overlaps and spec.training.use_tis is False:
         yield Problem(
@@ -271,22 +274,30 @@ def _engines(spec: RunSpec) -> Iterator[Problem]:
 
 
 def _evaluation(spec: RunSpec) -> Iterator[Problem]:
-    if has_held_out(spec):
-        return
     evaluation = spec.evaluation
-    for key, value, neutral in (
-        ("interval", evaluation.interval, None),
-        ("samples_per_prompt", evaluation.samples_per_prompt, 1),
-        ("temperature", evaluation.temperature, 1.0),
-        ("max_response_length", evaluation.max_response_length, None),
-    ):
-        if value != neutral:
-            yield Problem(
-                f"evaluation.{key}",
-                "there are no held-out prompts to evaluate on",
-                value,
-                "set eval_count of a task or data.eval_prompt_data, or remove the key",
+    if not has_held_out(spec):
+        wants = "set eval_count of a task or data.eval_prompt_data, or remove the key"
+        for name in (
+            "mode",
+            "interval",
+            "samples_per_prompt",
+            "temperature",
+            "max_response_length",
+        ):
+            yield from _given(
+                evaluation, name, "there are no held-out prompts to evaluate on", wants
             )
+    if evaluation.mode == "shared":
+        wants = 'set evaluation.mode = "background" or remove the key'
+        for name in ("submit_timeout_s", "timeout_s", "num_threads"):
+            yield from _given(evaluation, name, "only a background evaluation has that", wants)
+
+
+def _given(evaluation: EvaluationSection, name: str, reason: str, remedy: str) -> Iterator[Problem]:
+    """A problem when the key holds anything but its default."""
+    value = getattr(evaluation, name)
+    if value != EvaluationSection.model_fields[name].default:
+        yield Problem(f"evaluation.{name}", reason, value, remedy)
 
 
 def _divisors(number: int) -> list[int]:

@@ -35,6 +35,8 @@ _PATTERNS = {
     r"^[a-z0-9][a-z0-9._-]*$": "lower-case letters, digits, '.', '_' and '-'",
 }
 """Patterns of the schema in words."""
+_CHOICES = {"engine_drain": "rolling"}
+"""What other trainers call a choice, and what it is called here."""
 
 
 def explain(error: ValidationError) -> list[Problem]:
@@ -70,5 +72,8 @@ def _reason(details: ErrorDetails) -> str:
 
 def _literal_hint(details: ErrorDetails, value: Any) -> str:
     choices = re.findall(r"'([^']*)'", str(details.get("ctx", {}).get("expected", "")))
-    close = nearest(value, choices) if isinstance(value, str) else None
+    if not isinstance(value, str):
+        return ""
+    known = _CHOICES.get(value)
+    close = known if known in choices else nearest(value, choices)
     return f"did you mean {close!r}?" if close else ""

@@ -1,11 +1,28 @@
 """Nearest valid names for what was probably meant."""
 
 import difflib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, get_args
+
+from pydantic.fields import FieldInfo
 
 from configs.run import RunSpec
 from configs.section import Section
+
+_ELSEWHERE = {
+    "asynchronous": "the table is called [async]",
+    "max_weight_staleness": "the limit is core.max_policy_lag, in optimizer steps",
+    "max_staleness": "the limit is core.max_policy_lag, in optimizer steps",
+    "engine_drain_timeout": "it is inference.drain_timeout_s",
+    "engine_update_timeout": "it is inference.update_timeout_s",
+    "refresh_request_timeout": "it is inference.request_timeout_s",
+    "off_policy_correction": "it is training.use_tis",
+    **dict.fromkeys(
+        ("placement_mode", "colocate", "colocated"),
+        "engines and trainer are processes of their own always; remove the key",
+    ),
+}
+"""What other trainers call a thing, and what to write here. Wins over names that look alike."""
 
 
 def nearest(word: str, candidates: Iterable[str]) -> str | None:
@@ -17,15 +34,17 @@ def nearest(word: str, candidates: Iterable[str]) -> str | None:
 def unknown_key_hint(table: Sequence[str | int], key: str) -> str:
     """What to write instead of the unknown ``key`` in ``table``.
 
-    A near name of the same table wins; else the tables that do have that key; else all keys of
-    the table.
+    A name that is known from elsewhere wins; then a near name of the same table; else the tables
+    that do have that key; else all keys of the table.
     """
+    if key in _ELSEWHERE:
+        return _ELSEWHERE[key]
     section = section_at(table)
-    names = list(section.model_fields) if section is not None else []
+    names = list(keys_of(section)) if section is not None else []
     close = nearest(key, names)
     if close is not None:
         return f"did you mean {close!r}?"
-    owners = [path for path, owner in tables() if key in owner.model_fields]
+    owners = [path for path, owner in tables() if key in keys_of(owner)]
     if owners:
         return "it belongs in " + " or ".join(
             f"[{path}]" if path else "no table" for path in owners
@@ -39,10 +58,16 @@ def section_at(location: Sequence[str | int]) -> type[Section] | None:
     for part in location:
         if isinstance(part, int):
             continue
-        if section is None or part not in section.model_fields:
+        fields = keys_of(section) if section is not None else {}
+        if part not in fields:
             return None
-        section = _section_of(section.model_fields[part].annotation)
+        section = _section_of(fields[part].annotation)
     return section
+
+
+def keys_of(section: type[Section]) -> Mapping[str, FieldInfo]:
+    """The fields of a table under the names that a run file gives them."""
+    return {field.alias or name: field for name, field in section.model_fields.items()}
 
 
 def tables() -> Iterator[tuple[str, type[Section]]]:
@@ -53,14 +78,14 @@ def tables() -> Iterator[tuple[str, type[Section]]]:
 def leaf_keys() -> Iterator[str]:
     """Every key of the schema that is not itself a table, dotted."""
     for path, section in tables():
-        for name, field in section.model_fields.items():
+        for name, field in keys_of(section).items():
             if _section_of(field.annotation) is None:
                 yield f"{path}.{name}" if path else name
 
 
 def _walk(path: str, section: type[Section]) -> Iterator[tuple[str, type[Section]]]:
     yield path, section
-    for name, field in section.model_fields.items():
+    for name, field in keys_of(section).items():
         inner = _section_of(field.annotation)
         if inner is not None:
             yield from _walk(f"{path}.{name}" if path else name, inner)

@@ -33,7 +33,7 @@ def build_plan(loaded: Loaded) -> dict[str, Any]:
         "evaluation": document["evaluation"],
         "tracking": document["tracking"],
         "runtime": {
-            **{key: document[key] for key in ("training", "optimizer", "core")},
+            **{key: document[key] for key in ("training", "optimizer", "core", "async")},
             **{key: document[key] for key in ("trainer", "inference")},
             "shape": _shape(spec),
         },

@@ -1,5 +1,6 @@
 import hashlib
 import json
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,36 @@ def test_resolving_a_resolved_document_changes_nothing() -> None:
         again = resolve_document(json.loads(json.dumps(loaded.document)), origin="again")
         assert again.document == loaded.document
         assert again.sha256 == loaded.sha256
+
+
+@pytest.mark.parametrize("name", ["run.toml", "run.json"])
+def test_the_async_table_is_called_async_everywhere(tmp_path: Path, name: str) -> None:
+    switch = ["async.fully_async=true", 'async.async_unused_samples_handler="drop"']
+    document = tomllib.loads(MINIMAL) | {"async": {"max_requeues": None}}
+    text = json.dumps(document) if name.endswith("json") else MINIMAL + "[async]\n"
+    loaded = load_run(written(tmp_path, text, name), switch)
+    assert loaded.spec.fully_async
+    assert loaded.spec.max_policy_lag == loaded.spec.max_group_age == 6
+    assert loaded.document["async"] == {
+        "fully_async": True,
+        "async_max_concurrent_samples": None,
+        "async_data_buffer_capacity_factor": 2.0,
+        "async_unused_samples_handler": "drop",
+        "rollout_submission_granularity": "sample",
+        "max_requeues": None,
+    }
+    assert "asynchronous" not in loaded.document
+    again = resolve_document(json.loads(json.dumps(loaded.document)), origin="again")
+    assert (again.document, again.sha256) == (loaded.document, loaded.sha256)
+
+
+def test_the_lag_follows_the_mode_until_it_is_given(tmp_path: Path) -> None:
+    path = written(tmp_path, MINIMAL)
+    assert load_run(path).document["core"]["max_policy_lag"] is None
+    assert load_run(path).spec.max_policy_lag == 0
+    resolved = written(tmp_path, json.dumps(load_run(path).document), "resolved.json")
+    assert load_run(resolved, ["async.fully_async=true"]).spec.max_policy_lag == 6
+    assert load_run(path, ["core.max_policy_lag=0"]).document["core"]["max_policy_lag"] == 0
 
 
 def test_inputs_are_relative_to_the_file_and_the_root_to_the_current_folder(
@@ -188,6 +219,39 @@ def test_tiny_defaults_are_written_out(tmp_path: Path) -> None:
             "launch.fleet = \"My fleet\": may hold lower-case letters, digits, '.', '_' and '-' "
             "only, and begins with a letter or digit",
         ),
+        (
+            "[asynchronous]\nfully_async = true\n",
+            "asynchronous = {...}: unknown key in the run file; the table is called [async]",
+        ),
+        (
+            "[async]\nmax_concurrent_samples = 8\n",
+            "async.max_concurrent_samples = 8: unknown key in [async]; did you mean "
+            "'async_max_concurrent_samples'?",
+        ),
+        (
+            "[async]\nmax_weight_staleness = 8\n",
+            "async.max_weight_staleness = 8: unknown key in [async]; the limit is "
+            "core.max_policy_lag, in optimizer steps",
+        ),
+        (
+            "[async]\nmax_policy_lag = 8\n",
+            "async.max_policy_lag = 8: unknown key in [async]; it belongs in [core]",
+        ),
+        (
+            "[async]\ncolocated = false\n",
+            "async.colocated = false: unknown key in [async]; engines and trainer are processes "
+            "of their own always; remove the key",
+        ),
+        (
+            "[core]\nfully_async = true\n",
+            "core.fully_async = true: unknown key in [core]; it belongs in [async]",
+        ),
+        (
+            '[core]\npublication_mode = "engine_drain"\n',
+            "core.publication_mode = \"engine_drain\": must be 'barrier', 'refresh' or 'rolling'; "
+            "did you mean 'rolling'?",
+        ),
+        ("async = true\n", "async = true: must be a table, not true/false"),
         ("trainer = 3\n", "trainer = 3: must be a table, not an integer"),
         (
             "[core]\nmax_run_seconds = inf\n",
@@ -196,7 +260,9 @@ def test_tiny_defaults_are_written_out(tmp_path: Path) -> None:
     ],
 )
 def test_refusals_name_key_value_and_reason(tmp_path: Path, addition: str, expected: str) -> None:
-    text = addition + MINIMAL if addition.startswith("trainer =") else MINIMAL + addition
+    text = (
+        addition + MINIMAL if addition.startswith(("trainer =", "async =")) else MINIMAL + addition
+    )
     assert refusal(tmp_path, text) == expected
 
 

@@ -22,7 +22,10 @@ from workflows import options
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "configs" / "recipes").glob("*.toml"))
 SECTION_FILES = frozenset(
-    ("core", "data", "evaluation", "inference", "launch", "model", "section", "trainer", "training")
+    (
+        *("asynchronous", "core", "data", "evaluation", "inference", "launch", "model", "section"),
+        *("trainer", "training"),
+    )
 )
 FIXED = frozenset(
     (
@@ -30,7 +33,6 @@ FIXED = frozenset(
         "model.format",
         "trainer.backend",
         "inference.engine",
-        "core.publication_mode",
     )
 )
 """Keys with one legal value: they exist so that a later choice is no change of schema."""
@@ -55,12 +57,28 @@ CHANGES: dict[str, Any] = {
     "model.tiny.num_heads": 2,
     "model.tiny.num_kv_heads": 1,
     "core.max_policy_lag": 2,
+    "inference.router_max_queued_requests": 5000,
+    "async.async_max_concurrent_samples": 64,
     "training.rollout_batch_size": 16,
     "training.samples_per_prompt": 4,
     "training.global_batch_size": 256,
     "inference.server_concurrency": 17,
     "core.max_context_length": 99,
 }
+
+
+ASYNC_ONLY = frozenset(
+    (
+        "core.publication_mode",
+        "core.pipeline_observation_interval_s",
+        "inference.router_max_queued_requests",
+    )
+)
+"""Refused where the run is not fully async."""
+BACKGROUND_ONLY = frozenset(
+    ("evaluation.submit_timeout_s", "evaluation.timeout_s", "evaluation.num_threads")
+)
+"""Refused where evaluations share the run's engines."""
 
 
 def test_the_committed_schema_is_current() -> None:
@@ -113,6 +131,12 @@ def test_every_key_changes_the_plan(key: str, tmp_path: Path) -> None:
         base["model"] = {"source": "org/base"}
     if key == "training.save_checkpoints":
         del base["training"]["save_interval"]
+    if key.startswith("async.") or key in ASYNC_ONLY:
+        del base["training"]["global_batch_size"]
+        base["core"]["max_policy_lag"] = 1
+        base["async"] = {"fully_async": key != "async.fully_async"}
+    elif key in BACKGROUND_ONLY:
+        base["evaluation"]["mode"] = "background"
     changed = _changed(base, key, CHANGES[key] if key in CHANGES else _other_value(key, base))
     assert _plan(tmp_path, changed) != _plan(tmp_path, base)
 
