@@ -9,111 +9,21 @@ from activities.fencing import FenceGuard
 from activities.site import Site
 from activities.storage.commit import read_marker
 from activities.storage.store import Store
-from activities.wire.digest import weights_digest
-from models.checkpoint import CheckpointFile
-from models.errors import PerdureError, ProducerLost, TrainerLost
-from models.evaluation import EvaluateRequest, EvaluationReport, ExportReport
+from models.errors import (
+    ContractViolation,
+    EngineLost,
+    PerdureError,
+    ProducerLost,
+)
+from models.evaluation import EvaluateRequest, EvaluationReport
 from models.ids import FenceToken, RunRef
-from models.ports import ActorStatus, EngineHandle, StageProgress
+from models.ports import ActorStatus, EngineHandle, RouterHandle, ServingReport, StageProgress
 from models.prompt import DataState
-from models.publication import WeightsRef
 from models.rollout import CollectionCounts, CollectRequest, RolloutCollection
 from models.run import PrepareReport, PrepareRequest
-from models.update import UpdateReport
-from tests.support.fake_engines import FakeEngine, FakeEngineClient, Script, checksums_of
-
-
-class FakeTrainer:
-    """Counts instead of learning; one optimizer step an update."""
-
-    def __init__(self, script: Script, store: Store) -> None:
-        self.script, self.store = script, store
-        self.guard = FenceGuard("trainer")
-        self.alive = True
-        self.next_update = 0
-        self.policy_version = 0
-        self.no_signal: set[int] = set()
-        self.reports: dict[tuple[int, str], UpdateReport] = {}
-        self.export_ref: WeightsRef | None = None
-        self.applied: list[int] = []
-
-    def _check(self, token: FenceToken | None = None) -> None:
-        if not self.alive:
-            raise TrainerLost("the trainer is gone")
-        if token is not None:
-            self.guard.admit(token)
-
-    async def optimize(
-        self, token: FenceToken, update: int, collection: RolloutCollection
-    ) -> UpdateReport:
-        self._check(token)
-        await self._play(f"optimize {update}")
-        key = (update, collection.sha256)
-        if key not in self.reports:
-            self._check(token)
-            steps = 0 if update in self.no_signal else 1
-            self.policy_version += steps
-            self.next_update = update + 1
-            self.applied.append(update)
-            self.reports[key] = UpdateReport(
-                update=update,
-                batch_sha256=collection.sha256,
-                policy_version=self.policy_version,
-                optimizer_steps=steps,
-                no_signal=steps == 0,
-                metrics={"train/loss": 0.5},
-                seconds=0.01,
-            )
-        return self.reports[key]
-
-    async def export_weights(self, token: FenceToken, version: int) -> WeightsRef:
-        self._check(token)
-        await self._play(f"export_weights {version}")
-        assert version == self.policy_version
-        self.export_ref = WeightsRef(
-            version=version,
-            path=f"mem/{version}",
-            digest=weights_digest(checksums_of(version)),
-            num_tensors=1,
-            num_bytes=8,
-            dtype="float32",
-        )
-        return self.export_ref
-
-    async def exported(self) -> WeightsRef | None:
-        self._check()
-        return self.export_ref
-
-    async def save(self, token: FenceToken, folder: str) -> tuple[CheckpointFile, ...]:
-        self._check(token)
-        await self._play(f"save {self.next_update - 1}")
-        data = f"{self.policy_version}".encode()
-        self.store.write_bytes(f"{folder}/model/state.bin", data)
-        digest = hashlib.sha256(data).hexdigest()
-        return (CheckpointFile(path="model/state.bin", sha256=digest, num_bytes=len(data)),)
-
-    async def export(self, token: FenceToken, uri: str) -> ExportReport:
-        self._check(token)
-        await self._play("export")
-        return ExportReport(
-            uri=uri,
-            policy_version=self.policy_version,
-            num_bytes=8,
-            num_parameters=2,
-            max_abs_logit_difference=0.0,
-            seconds=0.01,
-        )
-
-    async def progress(self) -> StageProgress:
-        self._check()
-        return StageProgress(stage="optimize", done=1, total=2)
-
-    async def _play(self, call: str) -> None:
-        try:
-            await self.script.play(call)
-        except TrainerLost:
-            self.alive = False
-            raise
+from tests.support.fake_engines import FakeEngine, FakeEngineClient, Script
+from tests.support.fake_router import FakeRouter, FakeRouterClient
+from tests.support.fake_trainer import FakeTrainer
 
 
 class FakeProducer:
@@ -124,7 +34,9 @@ class FakeProducer:
         self.guard = FenceGuard("producer")
         self.alive = True
         self.urls: tuple[str, ...] = ()
-        self.version = -1
+        self.published = -1
+        self.publishing: int | None = None
+        self.serving_reports: list[ServingReport] = []
 
     def _check(self, token: FenceToken | None = None) -> None:
         if not self.alive:
@@ -174,6 +86,22 @@ class FakeProducer:
         self._check(token)
         self.urls = urls
 
+    async def begin_publication(self, token: FenceToken, version: int) -> None:
+        self._check(token)
+        await self._play(f"begin_publication {version}")
+        self.publishing = version
+
+    async def end_publication(self, token: FenceToken, version: int) -> None:
+        self._check(token)
+        await self._play(f"end_publication {version}")
+        if version not in (self.publishing, self.published):
+            raise ContractViolation(f"version {version} ends, {self.publishing} was begun")
+        self.published, self.publishing = version, None
+
+    async def reports(self, after: int) -> tuple[ServingReport, ...]:
+        self._check()
+        return tuple(report for report in self.serving_reports if report.number > after)
+
     async def progress(self) -> StageProgress:
         self._check()
         return StageProgress(stage="collect", done=1, total=4)
@@ -189,9 +117,12 @@ class FakeProducer:
 class FakeFleet:
     """``models.ports.FleetPort`` for one run."""
 
-    def __init__(self, num_engines: int = 1) -> None:
+    def __init__(self, num_engines: int = 1, *, with_router: bool = False) -> None:
+        """``with_router``: as for a fully async run, prepared and healed with the engines."""
         self.script = Script()
         self.num_engines = num_engines
+        self.with_router = with_router
+        self.router_process: FakeRouter | None = None
         self.engine_list: list[FakeEngine] = []
         self.deaths: list[asyncio.Queue[str]] = []
         self.torn_down = False
@@ -237,6 +168,7 @@ class FakeFleet:
         while len(self.engine_list) < self.num_engines:
             rank = len(self.engine_list)
             self.engine_list.append(FakeEngine(f"engine-{rank}", f"http://engine-{rank}.0"))
+        self._heal_router()
         trainer.guard.admit(token)
         self.torn_down = False
         self.script.log.append(f"prepared {trainer.next_update} {','.join(rebuilt)}")
@@ -256,7 +188,38 @@ class FakeFleet:
     async def engines(self, run: RunRef) -> tuple[EngineHandle, ...]:
         return tuple(engine.handle for engine in self.engine_list if engine.alive)
 
+    @property
+    def live_router(self) -> FakeRouter:
+        assert self.router_process is not None
+        return self.router_process
+
+    async def router(self, run: RunRef) -> RouterHandle | None:
+        if not self.with_router:
+            return None
+        if self.router_process is None or not self.router_process.alive:
+            raise EngineLost("the router is gone")
+        return self.router_process.handle
+
+    async def replace_engines(self, token: FenceToken, run: RunRef, names: tuple[str, ...]) -> None:
+        self.script.log.append(f"replace {','.join(names)}")
+        for rank, engine in enumerate(self.engine_list):
+            if engine.name in names:
+                self.kill_engine(rank)
+
+    def _heal_router(self) -> None:
+        """Start the router if the run has one and it is dead; it begins without a table."""
+        if not self.with_router:
+            return
+        before = self.router_process
+        if before is None or not before.alive:
+            incarnation = 0 if before is None else before.incarnation + 1
+            self.router_process = FakeRouter(f"http://router.{incarnation}", incarnation)
+            self.script.log.append(f"started router {incarnation}")
+
     async def heal_engines(self, token: FenceToken, run: RunRef) -> tuple[EngineHandle, ...]:
+        if self.script.faults.get("heal"):
+            raise self.script.faults["heal"].pop(0)
+        self._heal_router()
         fresh = []
         for rank, engine in enumerate(self.engine_list):
             if not engine.alive:
@@ -288,6 +251,19 @@ class FakeFleet:
         for queue in self.deaths:
             queue.put_nowait(self.engine_list[rank].name)
 
+    def kill_router(self) -> None:
+        """End the router and tell who listens."""
+        self.live_router.alive = False
+        for queue in self.deaths:
+            queue.put_nowait("router")
+
+    def router_client(self, url: str) -> FakeRouterClient:
+        """The client of the router that has this URL; an old URL answers nothing."""
+        router = self.router_process
+        if router is None or router.url != url:
+            router = FakeRouter(url, alive=False)
+        return FakeRouterClient(router, self.script)
+
     def client(self, url: str) -> FakeEngineClient:
         """The client of the engine that has this URL; an old URL answers nothing."""
         for engine in self.engine_list:
@@ -307,6 +283,7 @@ class FakeFleet:
         self.script.log.append("teardown")
         self.torn_down = True
         self.engine_list = []
+        self.router_process = None
         if self._trainer is not None:
             self.all_applied += self._trainer.applied
         self._trainer = self._producer = None
@@ -327,7 +304,12 @@ class ListTracker:
 
 def site_of(fleet: FakeFleet, tracker: ListTracker | None = None) -> Site:
     """A site on the fake fleet."""
-    return Site(fleet=fleet, tracker=tracker or ListTracker(), engine=fleet.client)
+    return Site(
+        fleet=fleet,
+        tracker=tracker or ListTracker(),
+        engine=fleet.client,
+        router=fleet.router_client,
+    )
 
 
 def fault(kind: type[PerdureError], text: str = "scripted") -> PerdureError:
