@@ -10,6 +10,7 @@ PerdureError
 │   └── EngineLost
 ├── ContractViolation         fatal      an engine, a collection or a checkpoint broke its contract
 │   ├── DigestMismatch                   bytes differ from what was recorded
+│   ├── RequestGated                     a paused engine aborted a request at its gate
 │   └── PolicyDisagreement               trainer and engine score the same tokens differently
 ├── NonFiniteLoss             fatal      the loss or a gradient is NaN or infinite
 ├── ServingFailureSustained   fatal      half of the group attempts failed for five minutes
@@ -76,6 +77,13 @@ class ContractViolation(PerdureError):
 
 class DigestMismatch(ContractViolation):
     """Bytes on disk or in an engine differ from the recorded digest."""
+
+
+class RequestGated(ContractViolation):
+    """A paused engine aborted a request that waited at its gate.
+
+    Legal during a publication only, where the request is sent again.
+    """
 
 
 class PolicyDisagreement(ContractViolation):

@@ -86,7 +86,8 @@ class ServedPolicy:
         """
         try:
             async with asyncio.timeout(timeout_s):
-                await self._released.wait()
+                while not self._released.is_set():  # another may begin before this task runs
+                    await self._released.wait()
         except TimeoutError:
             raise GenerationFault(
                 f"a publication has held this call back for {timeout_s:g} s", "timeout"

@@ -26,9 +26,9 @@ from activities.wire.contract import (
     PauseMode,
     UpdateWeightsFromDisk,
 )
-from activities.wire.faults import LOGGED_BODY_CHARS, TIMEOUT, classify_error
+from activities.wire.faults import LOGGED_BODY_CHARS, TIMEOUT, classify_error, was_gated
 from activities.wire.lanes import LaneTransport
-from models.errors import ContractViolation, GenerationFault, ServiceUnreachable
+from models.errors import ContractViolation, GenerationFault, RequestGated, ServiceUnreachable
 from models.sample import FinishReason
 
 REQUEST_ID_HEADER = "x-perdure-request-id"
@@ -64,6 +64,7 @@ class EngineClient:
 
         Raises:
             GenerationFault: a known serving fault; the group may be requeued.
+            RequestGated: a paused engine was told to abort what waited at its gate.
             ContractViolation: the request or the answer breaks the contract, or the engine
                 answered with an error that is not a known fault.
         """
@@ -210,7 +211,7 @@ class EngineClient:
             raise ContractViolation(
                 f"{self.url}: answer to {request.rid}: {field}: {first['msg']}"
             ) from error
-        problem = _answer_problem(request, answer)
+        problem = _answer_problem(request, answer, self._vocab_size)
         if problem:
             raise ContractViolation(f"{self.url}: answer to {request.rid}: {problem}")
         return answer
@@ -221,6 +222,8 @@ class EngineClient:
             detail = f"status {error.response.status_code}: {_excerpt(error.response)}"
         category = classify_error(error)
         message = f"{self.url}: request {rid}: {type(error).__name__}: {detail}"
+        if was_gated(error):
+            return RequestGated(message)
         if category is None:
             return ContractViolation(f"{message} (not a known serving fault)")
         return GenerationFault(message, category)
@@ -230,7 +233,9 @@ def _excerpt(response: httpx.Response) -> str:
     return response.text[:LOGGED_BODY_CHARS]
 
 
-def _answer_problem(request: GenerateRequest, answer: GenerateResponse) -> str | None:
+def _answer_problem(
+    request: GenerateRequest, answer: GenerateResponse, vocab_size: int | None
+) -> str | None:
     """What the contract forbids in ``answer``, naming the field; None when nothing is wrong."""
     meta, ids = answer.meta_info, answer.output_ids
     reason = meta.finish_reason.get("type")
@@ -244,6 +249,18 @@ def _answer_problem(request: GenerateRequest, answer: GenerateResponse) -> str |
         return "output_ids is empty"
     if len(ids) > request.sampling_params.max_new_tokens:
         return f"output_ids has {len(ids)} tokens, more than max_new_tokens"
+    if not ids:
+        return None  # aborted in the queue: an engine may leave out what it has nothing to say on
+    return _tokens_problem(request, answer, vocab_size)
+
+
+def _tokens_problem(
+    request: GenerateRequest, answer: GenerateResponse, vocab_size: int | None
+) -> str | None:
+    """What is wrong with the tokens of an answer and their log-probs; None when nothing is."""
+    meta, ids = answer.meta_info, answer.output_ids
+    if min(ids) < 0 or (vocab_size is not None and max(ids) >= vocab_size):
+        return f"output_ids holds a token outside [0, {vocab_size}): {min(ids)} or {max(ids)}"
     if not request.return_logprob:
         return None
     entries = meta.output_token_logprobs

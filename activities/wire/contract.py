@@ -25,6 +25,8 @@ QUEUE_FULL = "The request queue is full."
 WAITING_TIMEOUT = "Request waiting timeout reached."
 RUNNING_TIMEOUT = "Request running timeout reached."
 PRIORITY_EVICTED = "The request is aborted by a higher priority request."
+REQUEST_GATED = "Request gated was aborted"
+"""Status 499: the request waited at the gate of a paused engine when everything was aborted."""
 WORKER_UNAVAILABLE = "Rollout worker unavailable"
 NO_HEALTHY_WORKERS = "No healthy rollout workers available"
 
@@ -74,6 +76,8 @@ class MetaInfo(WireModel):
     id: str
     finish_reason: dict[str, Any]
     weight_version: str
+    weight_versions: list[Any] | None = None
+    """Spans ``{version, start, end}`` of an engine that tells which version made which token."""
     prompt_tokens: int | None = None
     completion_tokens: int = 0
     cached_tokens: int | None = None

@@ -6,6 +6,7 @@ HTTP error of a reward service or of a control call is never a serving failure.
 """
 
 import json
+from typing import Any
 
 import httpx
 
@@ -14,6 +15,7 @@ from activities.wire.contract import (
     NO_HEALTHY_WORKERS,
     PRIORITY_EVICTED,
     QUEUE_FULL,
+    REQUEST_GATED,
     RUNNING_TIMEOUT,
     WAITING_TIMEOUT,
     WORKER_UNAVAILABLE,
@@ -26,6 +28,7 @@ TIMEOUT = "timeout"
 CATEGORIES = (TRANSPORT, OVERLOAD, UNAVAILABLE, TIMEOUT)
 
 LOGGED_BODY_CHARS = 512
+GATED_STATUS = 499
 
 _UNAVAILABLE_MESSAGES = {
     WORKER_UNAVAILABLE: TRANSPORT,
@@ -73,13 +76,29 @@ def classify_error(error: Exception) -> str | None:
     return None
 
 
-def _message(body: bytes) -> str | None:
-    """The text of ``detail`` if present, else of ``message``; None unless it is a string."""
+def was_gated(error: Exception) -> bool:
+    """Whether a paused engine aborted the request at its gate.
+
+    No token of it was made, and during a publication it may be sent again.
+    """
+    if not isinstance(error, httpx.HTTPStatusError) or error.response.status_code != GATED_STATUS:
+        return False
+    answer = _json_object(error.response.content)
+    detail = answer.get("error")
+    return isinstance(detail, dict) and detail.get("message") == REQUEST_GATED
+
+
+def _json_object(body: bytes) -> dict[str, Any]:
+    """The body as a JSON object; empty when it is none."""
     try:
         answer = json.loads(body)
     except ValueError:
-        return None
-    if not isinstance(answer, dict):
-        return None
+        return {}
+    return answer if isinstance(answer, dict) else {}
+
+
+def _message(body: bytes) -> str | None:
+    """The text of ``detail`` if present, else of ``message``; None unless it is a string."""
+    answer = _json_object(body)
     message = answer["detail"] if "detail" in answer else answer.get("message")
     return message if isinstance(message, str) else None
