@@ -13,7 +13,7 @@ import sys
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from models.errors import ConfigurationError
-from workers.engines.native.lifecycle import bind, follow_parent
+from workers.engines.lifecycle import bind, follow_parent
 from workers.engines.native.model_files import safetensor_files
 from workers.engines.native.model_shape import read_model_shape
 from workers.engines.native.options import parse_options

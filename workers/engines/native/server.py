@@ -11,11 +11,11 @@ import psutil
 import uvicorn
 
 from activities.wire.contract import WORKER_UNAVAILABLE
+from workers.engines.lifecycle import watch_parent, write_ready_file
 from workers.engines.native.app import build_app
 from workers.engines.native.control import Control
 from workers.engines.native.gate import Gate
 from workers.engines.native.generation import Generation
-from workers.engines.native.lifecycle import watch_parent, write_ready_file
 from workers.engines.native.model_shape import ModelShape
 from workers.engines.native.model_thread import ModelThread
 from workers.engines.native.options import EngineOptions

@@ -3,7 +3,7 @@
 import asyncio
 import socket
 
-from workers.engines.native.lifecycle import bind
+from workers.engines.lifecycle import bind
 
 
 async def test_accepted_connections_do_not_wait_for_delayed_acknowledgements() -> None:
