@@ -45,6 +45,13 @@ def has_held_out(spec: RunSpec) -> bool:
     )
 
 
+def has_background_evaluation(spec: RunSpec) -> bool:
+    """Whether any evaluation starts an engine of its own."""
+    section = spec.evaluation
+    due = section.initial or section.final or section.interval is not None
+    return section.mode == "background" and due and has_held_out(spec)
+
+
 def _batch(spec: RunSpec) -> int:
     return spec.training.global_batch_size or spec.samples_per_collection
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from configs.capacity import completed_groups_capacity, concurrent_groups
+from configs.checks import has_background_evaluation
 from configs.model import TinySpec
 from configs.paths import local_model_folder
 from configs.run import RunSpec
@@ -14,6 +16,10 @@ from configs.run import RunSpec
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 _PROCESS_BYTES = 350 << 20
 """Interpreter, torch and transformers, resident in each process that computes (measured)."""
+_CONTROL_PROCESS_BYTES = 120 << 20
+"""Interpreter, Ray and Arrow, resident in the producer; the router stays below it (measured)."""
+_HELD_TOKEN_BYTES = 72
+"""A token and its log-prob in a finished sample: two boxed numbers in two lists (measured)."""
 _TINY_VOCABULARY = 100
 """Newline, 95 printable ASCII characters and four special tokens."""
 
@@ -82,10 +88,11 @@ def _read_shape(folder: Path) -> ModelShape | None:
 
 
 def estimate(spec: RunSpec, shape: ModelShape) -> dict[str, int]:
-    """Bytes of the trainer's and of one engine's largest holdings, and of all processes.
+    """Bytes of the trainer's, the producer's and one engine's largest holdings, and of all.
 
     Engine: weights, and keys and values of every running request at its full length, as far as
-    the KV budget goes.
+    the KV budget goes. A background evaluation has an engine of its own. All: trainer, engines,
+    producer and router; Ray and Temporal come on top.
     """
     states, logits = trainer_bytes(spec, shape.num_parameters, shape.vocab_size)
     serving = _DTYPE_BYTES[spec.inference.dtype]
@@ -94,15 +101,31 @@ def estimate(spec: RunSpec, shape: ModelShape) -> dict[str, int]:
     per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * serving
     cache = min(tokens * per_token, spec.inference.kv_cache_mib << 20)
     trainer = states + logits + _PROCESS_BYTES
-    engine = weights + cache + _PROCESS_BYTES
+    engines = spec.inference.num_engines + has_background_evaluation(spec)
+    groups = producer_bytes(spec)
+    control = (1 + spec.fully_async) * _CONTROL_PROCESS_BYTES
     return {
         "num_parameters": shape.num_parameters,
         "trainer_states_bytes": states,
         "trainer_logits_bytes": logits,
         "engine_weights_bytes": weights,
         "engine_kv_cache_bytes": cache,
-        "total_bytes": trainer + spec.inference.num_engines * engine,
+        "producer_groups_bytes": groups,
+        "total_bytes": trainer + engines * (weights + cache + _PROCESS_BYTES) + groups + control,
     }
+
+
+def producer_bytes(spec: RunSpec) -> int:
+    """Bytes of the samples that the producer holds when each has its full length.
+
+    That is one collection, and when fully async also what is in the making and what waits. With
+    sample granularity, finished siblings that wait for a slow one come on top.
+    """
+    samples = spec.samples_per_collection
+    if spec.fully_async:
+        groups = concurrent_groups(spec) + completed_groups_capacity(spec)
+        samples += groups * spec.training.samples_per_prompt
+    return samples * spec.core.max_context_length * _HELD_TOKEN_BYTES
 
 
 def trainer_bytes(spec: RunSpec, num_parameters: int, vocab_size: int) -> tuple[int, int]:

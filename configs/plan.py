@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import Any
 
-from configs.checks import has_held_out
+from configs.capacity_report import capacity_report
+from configs.checks import has_background_evaluation, has_held_out
 from configs.load import Loaded
 from configs.memory import estimate, model_shape
 from configs.run import RunSpec
@@ -36,6 +37,7 @@ def build_plan(loaded: Loaded) -> dict[str, Any]:
             **{key: document[key] for key in ("training", "optimizer", "core", "async")},
             **{key: document[key] for key in ("trainer", "inference")},
             "shape": _shape(spec),
+            "async_capacity": capacity_report(spec),
         },
         "allocation": _allocation(spec),
         "memory": estimate(spec, shape) if shape else None,
@@ -97,6 +99,9 @@ def _shape(spec: RunSpec) -> dict[str, Any]:
         "optimizer_steps_per_collection": steps,
         "optimizer_steps": steps * spec.training.num_rollouts,
         "max_policy_lag_optimizer_steps": spec.max_policy_lag,
+        "max_group_age_optimizer_steps": spec.max_group_age,
+        "fully_async": spec.fully_async,
+        "publication_mode": spec.core.publication_mode,
         "overlapped": spec.overlaps,
         "tis": spec.uses_tis,
     }
@@ -110,6 +115,8 @@ def _allocation(spec: RunSpec) -> dict[str, Any]:
         "engine_processes": spec.inference.num_engines,
         "engine_threads": spec.inference.num_threads,
         "producer_processes": 1,
+        "router_processes": int(spec.fully_async),
+        "evaluation_processes": int(has_background_evaluation(spec)),
         "request_slots": spec.inference.num_engines * spec.inference.max_running_requests,
     }
 
@@ -117,6 +124,14 @@ def _allocation(spec: RunSpec) -> dict[str, Any]:
 def _warnings(spec: RunSpec) -> Iterator[tuple[str, str]]:
     yield from _cadence_warnings(spec)
     yield from _throughput_warnings(spec)
+    yield from _sampling_warnings(spec)
+    if spec.training.samples_per_prompt == 1:
+        yield "no_group_signal", "one sample a prompt has advantage 0: no update changes a weight"
+    if spec.optimizer.learning_rate == 0:
+        yield "learning_rate_zero", "optimizer.learning_rate is 0: no update changes a weight"
+
+
+def _sampling_warnings(spec: RunSpec) -> Iterator[tuple[str, str]]:
     inference = spec.inference
     if inference.top_p < 1 or inference.top_k != -1:
         yield (
@@ -124,10 +139,18 @@ def _warnings(spec: RunSpec) -> Iterator[tuple[str, str]]:
             "top_p or top_k cuts the distribution that is sampled, while log-probs are of the "
             "full one; importance weights are biased",
         )
-    if spec.training.samples_per_prompt == 1:
-        yield "no_group_signal", "one sample a prompt has advantage 0: no update changes a weight"
-    if spec.optimizer.learning_rate == 0:
-        yield "learning_rate_zero", "optimizer.learning_rate is 0: no update changes a weight"
+    if spec.fully_async and inference.deterministic:
+        yield (
+            "deterministic_async",
+            "inference.deterministic costs speed and repeats nothing in a fully async run: which "
+            "policy samples a prompt depends on time",
+        )
+    if spec.core.publication_mode == "rolling" and inference.num_engines == 1:
+        yield (
+            "rolling_single_engine",
+            "the only engine drains before each publication: nothing is sampled meanwhile; use "
+            'core.publication_mode = "refresh" or another engine',
+        )
 
 
 def _cadence_warnings(spec: RunSpec) -> Iterator[tuple[str, str]]:
@@ -145,7 +168,8 @@ def _cadence_warnings(spec: RunSpec) -> Iterator[tuple[str, str]]:
             "frequent_save",
             f"a checkpoint every {loop.save_interval} updates costs training time",
         )
-    if loop.eval_interval is not None and loop.eval_interval <= _FREQUENT_EVAL:
+    shared = spec.evaluation.mode == "shared"
+    if shared and loop.eval_interval is not None and loop.eval_interval <= _FREQUENT_EVAL:
         yield (
             "frequent_eval",
             f"an evaluation every {loop.eval_interval} updates stops sampling for training",
@@ -153,9 +177,12 @@ def _cadence_warnings(spec: RunSpec) -> Iterator[tuple[str, str]]:
 
 
 def _throughput_warnings(spec: RunSpec) -> Iterator[tuple[str, str]]:
+    """Of a run whose collections are asked for; a fully async one has its capacity report."""
     inference, samples = spec.inference, spec.samples_per_collection
     slots = inference.num_engines * inference.max_running_requests
     open_calls = inference.num_engines * inference.server_concurrency
+    if spec.fully_async:
+        return
     if not spec.overlaps and samples < slots and inference.num_engines > 1:
         yield (
             "sync_collection_underfeeds_fleet",

@@ -65,6 +65,23 @@ def test_memory_by_hand() -> None:
     assert held["engine_weights_bytes"] == 4 * 997_248
     # keys and values: 2 x 4 layers x 2 heads x 32 values x 4 bytes, 10 requests of 64 tokens
     assert held["engine_kv_cache_bytes"] == 2 * 4 * 2 * 32 * 4 * 10 * 64
+    # one collection of 32 x 8 samples, 64 tokens each
+    assert held["producer_groups_bytes"] == 256 * 64 * 72
+
+
+def test_memory_of_a_fully_async_run_by_hand() -> None:
+    switch = ["async.fully_async=true", "core.max_policy_lag=3"]
+    bounds = ["async.async_max_concurrent_samples=100", "async.async_data_buffer_capacity_factor=3"]
+    shape = tiny_shape(TinySpec())
+    held = estimate(load_run(TINY, [*switch, *bounds]).spec, shape)
+    # 12 groups in the making, 3 x 32 that wait, 32 being committed; 8 samples of 64 tokens each
+    assert held["producer_groups_bytes"] == (12 + 96 + 32) * 8 * 64 * 72
+    alone = estimate(load_run(TINY, ["core.max_policy_lag=3"]).spec, shape)
+    router = held["total_bytes"] - alone["total_bytes"] - (12 + 96) * 8 * 64 * 72
+    assert 40 << 20 < router < 200 << 20
+    beside = estimate(load_run(TINY, ["evaluation.mode='background'"]).spec, shape)
+    engine = alone["engine_weights_bytes"] + alone["engine_kv_cache_bytes"]
+    assert beside["total_bytes"] - alone["total_bytes"] == engine + (350 << 20)
 
 
 def test_the_engine_bounds_its_kv_cache() -> None:
@@ -143,6 +160,9 @@ def test_shape_and_stages() -> None:
         "optimizer_steps_per_collection": 2,
         "optimizer_steps": 200,
         "max_policy_lag_optimizer_steps": 1,
+        "max_group_age_optimizer_steps": 0,
+        "fully_async": False,
+        "publication_mode": "barrier",
         "overlapped": False,
         "tis": False,
     }

@@ -35,13 +35,15 @@ def validate(
     problems = find_input_problems(loaded.spec) if inputs else []
     if problems:
         raise configuration_error(file, problems)
-    for warning in build_plan(loaded)["warnings"]:
+    plan_of_run = build_plan(loaded)
+    capacity = plan_of_run["runtime"]["async_capacity"]
+    for warning in (*plan_of_run["warnings"], *capacity["warnings"]):
         notice(f"perdure: {file}: warning {warning['code']}: {warning['message']}")
     typer.echo(f"{file}: valid, {loaded.spec.run_id}, sha256 {loaded.sha256}")
 
 
 def plan(file: RunFile, override: Overrides = None) -> None:
-    """Print what a run would do, as JSON."""
+    """Print what a run would do, as JSON; `runtime.async_capacity` is what it may hold."""
     print_json(build_plan(load_run(file, override or ())), indent=2)
 
 
