@@ -1,20 +1,21 @@
 """One attempt of a prompt group: sample all siblings on one engine, score them, or fail whole."""
 
 import hashlib
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from activities.rollout.admission import AdmissionGate
 from activities.rollout.policy import ServedPolicy
 from activities.rollout.recovery import join_siblings
+from activities.rollout.segments import ResponseTask, SegmentedResponse
 from activities.verifiers.base import total_reward, truncated
 from activities.verifiers.registry import VerifierSet
-from activities.wire.contract import GenerateRequest, GenerateResponse, SamplingParams
+from activities.wire.contract import SamplingParams
 from activities.wire.engine_pool import EnginePool, Route
-from models.errors import ConfigurationError, ContractViolation
+from models.errors import ConfigurationError
 from models.prompt import PreparedPrompt, PromptDraw
-from models.sample import FinishReason, Sample, SampleGroup, TokenSpan, Verdict
+from models.sample import FinishReason, Sample, SampleGroup, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +34,37 @@ class SamplingPlan:
     seed: int
     request_timeout_s: float
     engine_wait_s: float
+    routed_experts: bool = False
+    """Ask for the experts that each token was routed to (mixture-of-experts models)."""
 
 
-def sampling_seed(seed: int, purpose: str, sample_index: int, policy_version: int) -> int:
-    """A seed in [0, 2**31) for one sample under one policy.
+def sampling_seed(
+    seed: int, purpose: str, sample_index: int, policy_version: int, tokens_so_far: int = 0
+) -> int:
+    """A seed in [0, 2**31) for one segment of a sample, sent under one policy.
 
     A retried or resumed sample repeats it, so with an engine that is deterministic in the seed the
-    response repeats as well.
+    response repeats as well. A segment that goes on after ``tokens_so_far`` response tokens has a
+    seed of its own: an engine starts its random numbers anew for each request, so with the first
+    segment's seed the second one would repeat the draws of the first.
     """
     text = f"{seed}:{purpose}:{sample_index}:{policy_version}"
+    if tokens_so_far:
+        text += f":{tokens_so_far}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4]) >> 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """What the siblings of one attempt share."""
+
+    draw: PromptDraw
+    prompt: PreparedPrompt
+    gate: AdmissionGate
+    route: Route
+    policy: ServedPolicy
+    exact: int | None
+    on_sample: Callable[[], None]
 
 
 class GroupSampler:
@@ -79,8 +101,9 @@ class GroupSampler:
     ) -> SampleGroup:
         """Sample and score every sibling.
 
-        ``exact`` is the one legal policy version; None allows any up to ``policy.newest``.
-        ``on_sample`` is called as each sample is generated and scored.
+        ``exact`` is the one legal policy version; None allows any up to ``policy.newest``, and
+        more than one within a response. ``on_sample`` is called as each sample is generated and
+        scored.
 
         Raises:
             GenerationFault: a known serving fault; siblings were cancelled and joined.
@@ -92,8 +115,11 @@ class GroupSampler:
             async with self._pool.reserve(
                 plan.samples_per_prompt, timeout_s=plan.engine_wait_s
             ) as route:
+                attempt = _Attempt(
+                    draw, prompt, gate, route, policy, exact, on_sample or (lambda: None)
+                )
                 samples = await join_siblings(
-                    self._sample(draw, prompt, sibling, gate, route, policy, exact, on_sample)
+                    self._sample(attempt, draw.first_sample_index + sibling)
                     for sibling in range(plan.samples_per_prompt)
                 )
         finally:
@@ -105,87 +131,58 @@ class GroupSampler:
             samples=samples,
         )
 
-    async def _sample(
-        self,
-        draw: PromptDraw,
-        prompt: PreparedPrompt,
-        sibling: int,
-        gate: AdmissionGate,
-        route: Route,
-        policy: ServedPolicy,
-        exact: int | None,
-        on_sample: Callable[[], None] | None,
-    ) -> Sample:
-        version = policy.published if exact is None else exact
-        index = draw.first_sample_index + sibling
-        request = self._request(prompt, index, version)
-        await gate.acquire()
+    async def _sample(self, attempt: _Attempt, sample_index: int) -> Sample:
+        """One sibling. The permit is held until the response is whole, publications included.
+
+        So a response that waits for new weights counts as active: whoever drains the gate waits
+        for it as for one that is being generated.
+        """
+        task = self._task(attempt, sample_index)
+        await attempt.gate.acquire()
         try:
-            answer = await route.generate(request, timeout_s=self._plan.request_timeout_s)
+            response = await SegmentedResponse(task, attempt.policy).generate(attempt.route)
         finally:
-            gate.release()
-        sample = self._read(answer, draw, prompt, index, version, request.rid)
+            attempt.gate.release()
+        sample = Sample(
+            sample_index=sample_index,
+            group_index=attempt.draw.group_index,
+            prompt_token_ids=list(attempt.prompt.prompt_token_ids),
+            response_token_ids=response.token_ids,
+            logprobs=response.logprobs,
+            spans=response.spans,
+            finish_reason=response.finish_reason,
+            routed_experts=response.routed_experts,
+        )
         sample.text = self._decode(self._without_end(sample.response_token_ids))
-        sample.verdicts = await self._verdicts(prompt, sample)
+        sample.verdicts = await self._verdicts(attempt.prompt, sample)
         sample.reward = total_reward(sample.verdicts)
-        self.finished[draw.group_index] += 1
-        if on_sample is not None:
-            on_sample()
+        self.finished[attempt.draw.group_index] += 1
+        attempt.on_sample()
         return sample
 
-    def _request(self, prompt: PreparedPrompt, sample_index: int, version: int) -> GenerateRequest:
-        plan = self._plan
+    def _task(self, attempt: _Attempt, sample_index: int) -> ResponseTask:
+        plan, prompt = self._plan, attempt.prompt
         room = plan.max_context_length - len(prompt.prompt_token_ids)
         if room < 1:
             raise ConfigurationError(
                 f"prompt {prompt.metadata.prepared_sample_id} has {len(prompt.prompt_token_ids)} "
                 f"tokens: core.max_context_length {plan.max_context_length} leaves no response"
             )
-        return GenerateRequest(
-            rid=uuid.uuid4().hex,
-            input_ids=list(prompt.prompt_token_ids),
-            sampling_params=SamplingParams(
+        return ResponseTask(
+            where=f"prompt group {attempt.draw.group_index}, sample {sample_index}",
+            prompt_token_ids=prompt.prompt_token_ids,
+            sampling=SamplingParams(
                 temperature=plan.temperature,
                 top_p=plan.top_p,
                 top_k=plan.top_k,
                 max_new_tokens=min(plan.max_response_length, room),
                 stop_token_ids=list(self._eos_token_ids) or None,
-                sampling_seed=sampling_seed(plan.seed, plan.purpose, sample_index, version),
             ),
-        )
-
-    def _read(
-        self,
-        answer: GenerateResponse,
-        draw: PromptDraw,
-        prompt: PreparedPrompt,
-        sample_index: int,
-        version: int,
-        rid: str,
-    ) -> Sample:
-        """The answer as a sample without text and reward; a partial response is refused."""
-        meta = answer.meta_info
-        reason = FinishReason(meta.finish_reason["type"])
-        where = f"prompt group {draw.group_index}, request {rid}"
-        if reason is FinishReason.ABORT:
-            raise ContractViolation(f"{where}: finish_reason is abort: {meta.finish_reason}")
-        if answer.output_ids[-1] in self._eos_token_ids:
-            # An engine says "length" of an end token in the last allowed place; nothing was cut.
-            reason = FinishReason.STOP
-        if meta.weight_version != str(version):
-            raise ContractViolation(
-                f"{where}: weight_version is {meta.weight_version!r}, expected {version}: the "
-                "engine serves other weights than were published"
-            )
-        entries = meta.output_token_logprobs or []
-        return Sample(
-            sample_index=sample_index,
-            group_index=draw.group_index,
-            prompt_token_ids=list(prompt.prompt_token_ids),
-            response_token_ids=answer.output_ids,
-            logprobs=[entry[0] for entry in entries],
-            spans=[TokenSpan(version, 0, len(answer.output_ids))],
-            finish_reason=reason,
+            seed=partial(sampling_seed, plan.seed, plan.purpose, sample_index),
+            end_token_ids=self._eos_token_ids,
+            exact=attempt.exact,
+            routed_experts=plan.routed_experts,
+            timeout_s=plan.request_timeout_s,
         )
 
     async def _verdicts(self, prompt: PreparedPrompt, sample: Sample) -> list[Verdict]:

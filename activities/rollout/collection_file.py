@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from activities.rollout.provenance import check_sample
 from activities.storage.store import Store
 from models.errors import DigestMismatch
 from models.rollout import RolloutCollection
@@ -60,6 +61,9 @@ SCHEMA = pa.schema(
     ]
 )
 
+ROUTED_EXPERTS = pa.field("routed_experts", pa.binary())
+"""int32 [prompt + T - 1, layers, top_k]; a file without any has no such column."""
+
 
 class GroupIdentity(NamedTuple):
     """Which prompt a group answers: hand-out number, prepared row, pass over the data."""
@@ -75,8 +79,10 @@ def write_collection(store: Store, rel: str, groups: Sequence[SampleGroup]) -> s
     Equal groups make equal bytes: nothing of the clock or the machine enters the file.
     """
     rows = [_row(group, position) for group in groups for position in range(len(group.samples))]
+    routed = any(row[ROUTED_EXPERTS.name] is not None for row in rows)
+    schema = SCHEMA.append(ROUTED_EXPERTS) if routed else SCHEMA
     buffer = io.BytesIO()
-    pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), buffer, compression="zstd")
+    pq.write_table(pa.Table.from_pylist(rows, schema=schema), buffer, compression="zstd")
     data = buffer.getvalue()
     store.write_bytes(rel, data)
     return hashlib.sha256(data).hexdigest()
@@ -87,9 +93,14 @@ def read_collection(store: Store, collection: RolloutCollection) -> list[SampleG
 
     Raises:
         DigestMismatch: the file is not the one that was committed.
+        ContractViolation: a sample whose log-probs or token spans do not fit its tokens.
     """
     data = _committed_bytes(store, collection.uri, collection.sha256)
-    return list(_groups(pq.read_table(io.BytesIO(data)).to_pylist()))
+    groups = list(_groups(pq.read_table(io.BytesIO(data)).to_pylist()))
+    for group in groups:
+        for sample in group.samples:
+            check_sample(sample)
+    return groups
 
 
 def read_identities(store: Store, uri: str, sha256: str) -> list[GroupIdentity]:
@@ -145,6 +156,7 @@ def _row(group: SampleGroup, position: int) -> dict[str, Any]:
             }
             for verdict in sample.verdicts
         ],
+        ROUTED_EXPERTS.name: sample.routed_experts,
     }
 
 
@@ -173,6 +185,7 @@ def _sample(row: dict[str, Any]) -> Sample:
         text=row["text"],
         reward=math.nan if row["reward"] is None else row["reward"],
         verdicts=[_verdict(row) for row in row["verdicts"]],
+        routed_experts=row.get(ROUTED_EXPERTS.name),
     )
 
 
