@@ -26,6 +26,7 @@ _EVAL = "eval/step"
 _ERRORS = "errors/elapsed_seconds"
 _ASYNC = "rollout/fully_async/"
 _QUEUE = f"{_ASYNC}completed_queue/"
+_SIBLINGS = "rollout/siblings/consumed/"
 
 METRICS: tuple[Metric, ...] = (
     # training, one row an update (axis: completed optimizer steps - 1)
@@ -57,6 +58,26 @@ METRICS: tuple[Metric, ...] = (
     Metric("train/mixed_reward_groups", "groups", _UPDATE, "groups with a policy gradient"),
     Metric("train/resident_bytes", "bytes", _UPDATE, "resident memory of the trainer"),
     Metric("train/lag", "steps", _UPDATE, "policy version minus oldest behavior version"),
+    Metric("train/refresh/mixed_responses", "samples", _UPDATE, "of more than one version"),
+    Metric(
+        "train/refresh/current_version_token_fraction",
+        "fraction",
+        _UPDATE,
+        "active tokens that the policy before the update sampled",
+    ),
+    *(
+        Metric(f"train/refresh/{kind}/{name}", unit, _UPDATE, f"{meaning}, {tokens}")
+        for kind, tokens in (
+            ("historical_prefix", "tokens older than their response's last one"),
+            ("latest_forward", "tokens of the version that ended their response"),
+        )
+        for name, unit, meaning in (
+            ("tokens", "tokens", "active tokens"),
+            ("mean_abs_logratio", "nats", "mean |trainer - behavior|"),
+            ("max_abs_logratio", "nats", "largest |trainer - behavior|"),
+            ("tis_clip_fraction", "fraction", "weights changed by the truncation"),
+        )
+    ),
     Metric("advantages/max", "1", _UPDATE, "largest advantage"),
     Metric("advantages/min", "1", _UPDATE, "smallest advantage"),
     Metric("advantages/max_abs", "1", _UPDATE, "largest absolute advantage"),
@@ -104,8 +125,15 @@ METRICS: tuple[Metric, ...] = (
     Metric(f"{_QUEUE}dropped_samples_fraction_by_length/*", "fraction", _ROLLOUT, "of each bin"),
     Metric(f"{_QUEUE}dropped_samples_fraction_by_age/*", "fraction", _ROLLOUT, "of each bin"),
     Metric(f"{_QUEUE}consumer_wait_seconds", "s", _ROLLOUT, "the collection waited for groups"),
+    Metric(f"{_SIBLINGS}groups", "groups", _ROLLOUT, "groups whose samples were timed"),
+    Metric(f"{_SIBLINGS}group_seconds_mean", "s", _ROLLOUT, "first begin to last end, mean"),
+    Metric(f"{_SIBLINGS}group_seconds_max", "s", _ROLLOUT, "first begin to last end, longest"),
+    Metric(f"{_SIBLINGS}sample_seconds_max", "s", _ROLLOUT, "longest sampling of one response"),
+    Metric(f"{_SIBLINGS}retained_seconds_mean", "s", _ROLLOUT, "waits for the slowest, a group"),
+    Metric(f"{_SIBLINGS}retained_fraction", "fraction", _ROLLOUT, "waits / waits and sampling"),
     # evaluation
     Metric("eval/step", "index", _EVAL, "completed updates"),
+    Metric("eval/checkpoint_update", "index", _EVAL, "completed updates of the snapshot"),
     Metric("eval/*", "1", _EVAL, "mean reward of the named held-out set"),
     # serving errors, own axis in seconds
     Metric("errors/elapsed_seconds", "s", _ERRORS, "seconds since the producer started"),

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from models.timing import AttemptTimes
+
 
 class FinishReason(StrEnum):
     """Why an engine stopped a response."""
@@ -91,6 +93,8 @@ class SampleGroup:
     epoch_id: int
     samples: list[Sample]
     advantages: list[float] = field(default_factory=list)
+    times: AttemptTimes | None = None
+    """When it was sampled, if anybody measured."""
 
     @property
     def rewards(self) -> list[float]:

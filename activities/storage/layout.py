@@ -54,6 +54,19 @@ EVALUATION = "evaluation"
 """Receipts and results of background evaluations."""
 EVAL_SNAPSHOTS = "eval-snapshots"
 
+SNAPSHOT_COMPLETE = ".complete"
+"""Empty, written last: the snapshot's folder holds every file."""
+SNAPSHOT_FACTS = "snapshot.json"
+"""Inside a snapshot's folder: which weights it holds."""
+EVAL_PROVENANCE = "provenance.json"
+"""Inside a folder of results: the inputs that they answer for."""
+EVAL_SAMPLES = "samples.parquet"
+EVAL_SCORES = "scores.json"
+EVAL_STATE = "evaluation.json"
+"""Inside a folder of results: ``complete`` or ``failed``."""
+EVAL_PUBLICATION = "publication.json"
+"""Inside a folder of results: whether trackers were told."""
+
 ROLLOUTS = "rollouts"
 
 LEASE = "lease"
@@ -75,6 +88,11 @@ def engine_occupancy(url: str) -> str:
     return f"checkpoints/engine_occupancy_{hashlib.sha256(url.encode()).hexdigest()[:12]}.jsonl"
 
 
+def sibling_timing(group_attempt: str) -> str:
+    """Times of sibling samples; attempts are spread over files by their first hex digit."""
+    return f"checkpoints/sibling_timing_{group_attempt[:1]}.jsonl"
+
+
 def eval_snapshot(update: int) -> str:
     """The Hugging Face folder that a background evaluation of ``update`` updates reads."""
     return f"{EVAL_SNAPSHOTS}/update-{update:08d}/hf"
@@ -83,6 +101,21 @@ def eval_snapshot(update: int) -> str:
 def eval_receipt(update: int, key: str) -> str:
     """The receipt of a background evaluation; its exclusive creation claims it."""
     return f"{EVALUATION}/update-{update:08d}-{key}.json"
+
+
+def eval_reference(update: int) -> str:
+    """Says where the weights of ``update`` lie when they were not copied."""
+    return f"{EVAL_SNAPSHOTS}/update-{update:08d}/reference.json"
+
+
+def eval_manual_receipt(receipt: str, group: str) -> str:
+    """The receipt of a resubmission of ``receipt``."""
+    return f"{receipt.removesuffix('.json').partition('-manual-')[0]}-manual-{group}.json"
+
+
+def eval_results(receipt: str) -> str:
+    """The folder of the results that ``receipt`` leads to."""
+    return receipt.removesuffix(".json")
 
 
 def eval_parquet(update: int, epoch: int) -> str:
