@@ -45,11 +45,13 @@ class TrainerActor:
         Epochs before ``epoch`` are refused. No update of it is fenced yet: the run may go on at an
         earlier one than it had reached.
         """
+        from workers.trainers.contract_file import ContractFile
         from workers.trainers.guarded import GuardedTrainer
         from workers.trainers.local import LocalTrainer
 
         store = store_of(self._order.run)
-        trainer = LocalTrainer(self._spec, store.local_path(layout.PREPARED_MODEL))
+        model_dir = store.local_path(layout.PREPARED_MODEL)
+        trainer = LocalTrainer(self._spec, model_dir, ContractFile(store))
         guarded = GuardedTrainer(trainer, store)
         if folder is not None and clock is not None:
             guarded.restore(FenceToken(epoch=epoch, update=0, attempt=0), folder, clock)

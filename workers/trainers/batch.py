@@ -13,9 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from activities.rollout.provenance import check_sample
 from models.errors import ContractViolation, NonFiniteLoss
 from models.sample import Sample, SampleGroup
 from workers.trainers.packing import Response, Row
+from workers.trainers.provenance import TokenVersions, place
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +39,7 @@ class TrainingBatch:
     samples: tuple[TrainingSample, ...]
     behavior: Tensor  # [N] float32 log-probs at sampling time
     advantages: Tensor  # [N] float32
-    oldest_version: int | None
-    """Oldest behavior version of any token; none when every response is empty."""
+    versions: TokenVersions
     num_groups: int
 
     @classmethod
@@ -46,12 +47,12 @@ class TrainingBatch:
         """Flatten groups in their order; refuse what cannot be trained on.
 
         Raises:
-            ContractViolation: lengths that do not fit together, or a group without advantages.
-            NonFiniteLoss: a log-prob or an advantage that is not a finite number.
+            ContractViolation: no samples, parts that do not fit together, tokens without a behavior
+                version or a finite log-prob, or a group without advantages.
+            NonFiniteLoss: an advantage that is not a finite number.
         """
         samples: list[TrainingSample] = []
         behavior: list[float] = []
-        versions: list[int] = []
         for position, group in enumerate(groups):
             if len(group.advantages) != len(group.samples):
                 raise ContractViolation(
@@ -70,14 +71,15 @@ class TrainingBatch:
                     )
                 )
                 behavior.extend(sample.logprobs)
-                versions.extend(span.version for span in sample.spans)
+        if not samples:
+            raise ContractViolation("the collection holds no samples")
         lengths = torch.tensor([len(s.response_ids) for s in samples], dtype=torch.long)
         per_sample = torch.tensor([s.advantage for s in samples], dtype=torch.float32)
         return cls(
             samples=tuple(samples),
             behavior=torch.tensor(behavior, dtype=torch.float32),
             advantages=per_sample.repeat_interleave(lengths),
-            oldest_version=min(versions, default=None),
+            versions=TokenVersions.of(groups),
             num_groups=len(groups),
         )
 
@@ -152,19 +154,12 @@ def update_seed(seed: int, update: int) -> int:
 
 def _validate(group: SampleGroup, sample: Sample, advantage: float) -> None:
     """Refuse a sample whose parts do not fit together."""
-    where = f"group {group.group_index}, sample {sample.sample_index}"
-    if len(sample.logprobs) != len(sample.response_token_ids):
-        raise ContractViolation(
-            f"{where}: {len(sample.logprobs)} log-probs for "
-            f"{len(sample.response_token_ids)} response tokens"
-        )
+    # Again where it is consumed: a wrong version would be silent, the loss that of another policy.
+    check_sample(sample)
+    where = place(group, sample)
     if not sample.prompt_token_ids:
         raise ContractViolation(f"{where}: empty prompt")
     if sample.prompt_token_ids != group.samples[0].prompt_token_ids:
         raise ContractViolation(f"{where}: its prompt differs from its siblings' prompt")
-    if sample.response_token_ids and not sample.spans:
-        raise ContractViolation(f"{where}: no token spans, so its behavior version is unknown")
     if not math.isfinite(advantage):
         raise NonFiniteLoss(f"{where}: advantage is {advantage}")
-    if not all(map(math.isfinite, sample.logprobs)):
-        raise NonFiniteLoss(f"{where}: a behavior log-prob is not finite")

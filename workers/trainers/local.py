@@ -17,6 +17,7 @@ import structlog
 import torch
 from torch import Tensor
 
+from activities.storage.store import Store
 from configs.run import RunSpec
 from models.checkpoint import CheckpointFile, PolicyClock
 from models.errors import ContractViolation, NonFiniteLoss, PolicyDisagreement, TrainerLost
@@ -28,11 +29,13 @@ from models.sample import SampleGroup
 from models.update import UpdateReport
 from workers.trainers.adamw import build_optimizer, clip_gradients, last_step_norm
 from workers.trainers.batch import StepPlan, TrainingBatch, plan_steps, rows_of, update_seed
+from workers.trainers.contract_file import ContractFile
 from workers.trainers.export import ExportProbe, export_hf
 from workers.trainers.load import describe_trainer, load_policy
 from workers.trainers.logprobs import Scorer
 from workers.trainers.loss import LossSettings, aggregation_weights, token_loss
 from workers.trainers.packing import micro_batches
+from workers.trainers.refresh_scores import REFRESH_SCORES, refresh_metrics, refresh_scores
 from workers.trainers.schedule import LearningRate
 from workers.trainers.state import TrainerState, read_state, write_state
 from workers.trainers.tally import UpdateTally, advantage_metrics
@@ -47,11 +50,15 @@ class LocalTrainer:
     Without ``trainer.num_threads`` torch keeps what its process's environment gave it.
     """
 
-    def __init__(self, spec: RunSpec, model_dir: Path) -> None:
+    def __init__(
+        self, spec: RunSpec, model_dir: Path, contract: ContractFile | None = None
+    ) -> None:
+        """``contract``: where events go; default: below ``output.root``."""
         if spec.trainer.num_threads is not None:
             torch.set_num_threads(spec.trainer.num_threads)
         self.spec = spec
         self.model_dir = model_dir
+        self._contract = contract or ContractFile(Store(spec.output.root))
         self.next_update = 0
         self.policy_version = 0
         self.last_report: UpdateReport | None = None
@@ -100,15 +107,16 @@ class LocalTrainer:
         seed = update_seed(self.spec.data.seed, update)
         torch.manual_seed(seed)
         batch = self._accept(groups)
-        lag = self._check_lag(batch)
+        lag = batch.versions.lag(self.policy_version, self.spec.max_group_age)
         plans = plan_steps(
             batch, self.spec.steps_per_update, seed, keep_tied=self._settings.entropy_coef != 0
         )
         tally = UpdateTally()
-        extra: dict[str, float] = {}
         steps = [plan for plan in plans if plan.has_signal]
         if steps:
             extra = self._run_steps(batch, steps, tally)
+        else:
+            extra = self._record_scores(batch, self._unscored(batch))
         report = self._report(update, batch_sha256, len(steps), started)
         metrics = {
             **extra,
@@ -196,49 +204,57 @@ class LocalTrainer:
             )
         return batch
 
-    def _check_lag(self, batch: TrainingBatch) -> int:
-        """Lag of the oldest token at the first step; refuses samples from the future and too old.
-
-        The last of K steps is K - 1 further away and must still be within the limit.
-        """
-        if batch.oldest_version is None:
-            return 0
-        lag = self.policy_version - batch.oldest_version
-        limit = self.spec.max_group_age
-        if lag < 0 or lag > limit:
-            raise ContractViolation(
-                f"the oldest token was sampled by version {batch.oldest_version}, the trainer is "
-                f"at {self.policy_version}: lag {lag} is outside 0..{limit}, which is "
-                f"core.max_policy_lag - (steps per update - 1)"
-            )
-        return lag
-
     def _run_steps(
         self, batch: TrainingBatch, steps: list[StepPlan], tally: UpdateTally
     ) -> dict[str, float]:
         """Take the optimizer steps of one update."""
         old = self._old_logprobs(batch, steps[1:])
+        scores: dict[str, float] = {}
         metrics: dict[str, float] = {}
         for index, plan in enumerate(steps):
             self._progress = StageProgress(
                 stage=f"optimize {self.next_update}", done=index, total=len(steps)
             )
+            rest = len(steps) - 1 - index
+            batch.versions.lag(self.policy_version, self.spec.max_policy_lag - rest)
             self._backward(batch, plan, old, tally)
             if index == 0:
+                scores = self._record_scores(batch, old)
                 self._check_agreement(batch, old)
             metrics = self._step()
-        return metrics
+        return scores | metrics
 
     def _old_logprobs(self, batch: TrainingBatch, later_steps: Sequence[StepPlan]) -> Tensor:
         """Log-probs [N] before the update; NaN where the first step's own forward supplies them."""
         device = self._scorer.device
-        old = torch.full((batch.num_tokens,), float("nan"), device=device)
+        old = self._unscored(batch)
         members = [member for plan in later_steps for member in plan.active]
         budget = self.spec.trainer.micro_batch_tokens
         for micro in micro_batches(rows_of(batch, sorted(members)), budget):
             logprobs, _ = self._scorer.score(micro)
             old[micro.token_index.to(device)] = logprobs
         return old
+
+    def _unscored(self, batch: TrainingBatch) -> Tensor:
+        return torch.full((batch.num_tokens,), float("nan"), device=self._scorer.device)
+
+    def _record_scores(self, batch: TrainingBatch, old: Tensor) -> dict[str, float]:
+        """Append the update's ``refresh_scores`` event before any weight changes.
+
+        A kill after it repeats the whole update and so the event, which readers of the file expect;
+        a disk without room leaves the trainer as it was.
+        """
+        if self.spec.core.publication_mode != "refresh":
+            return {}
+        event = refresh_scores(
+            batch,
+            old,
+            self._settings,
+            rollout_id=self.next_update,
+            policy_version=self.policy_version,
+        )
+        self._contract.append(REFRESH_SCORES, event)
+        return refresh_metrics(event)
 
     def _backward(
         self, batch: TrainingBatch, plan: StepPlan, old: Tensor, tally: UpdateTally

@@ -8,13 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from activities.rollout.collection_file import write_collection
+from activities.storage import layout
 from activities.storage.store import Store
 from models.checkpoint import PolicyClock
 from models.errors import ContractViolation, StaleFence
 from models.ids import FenceToken
 from models.prompt import PreparedPrompt, PromptMetadata
 from models.rollout import CollectionCounts, RolloutCollection
-from workers.trainers import guarded
+from workers.trainers import guarded, local
 from workers.trainers.guarded import GuardedTrainer
 from workers.trainers.local import LocalTrainer
 from workers.trainers.weights import export_bases, own_exports
@@ -214,3 +215,47 @@ def test_small_shared_memory_is_passed_over(store):
     shared, temporary = export_bases(store.root)
     assert own_exports(store.root, 1).parent == shared
     assert own_exports(store.root, 1 << 60).parent == temporary
+
+
+def test_a_repeated_update_adds_no_contract_event(make_guarded, commit, store):
+    trainer = make_guarded(core={"publication_mode": "refresh"})
+    trainer.optimize(token(), 0, commit(0))
+    trainer.save(token(), "checkpoints/core/c0")
+    trainer.optimize(token(attempt=2), 0, commit(0))
+    trainer.optimize(token(1), 1, commit(1, seed=1))
+    restored = make_guarded(core={"publication_mode": "refresh"})
+    clock = PolicyClock(completed_steps=1, published_step=-1, next_rollout_id=1)
+    restored.restore(token(1, attempt=2), "checkpoints/core/c0", clock)
+    restored.optimize(token(1, attempt=3), 0, commit(0))
+    events = store.read_jsonl(layout.TRAINING_CONTRACT).rows
+    assert [event["rollout_id"] for event in events] == [0, 1]
+    # what a recovery trains again is measured again
+    restored.optimize(token(1, attempt=4), 1, commit(1, seed=1))
+    events = store.read_jsonl(layout.TRAINING_CONTRACT).rows
+    assert [event["rollout_id"] for event in events] == [0, 1, 1]
+    assert events[1] == events[2]
+
+
+def test_a_save_keeps_nobody_waiting_who_only_looks(make_guarded, commit, monkeypatch):
+    """Engines are loaded and sampled from while the state is written."""
+    trainer = make_guarded()
+    exported = trainer.export_weights(token(), 0)
+    entered, release = threading.Event(), threading.Event()
+    write = local.write_state
+
+    def slow_write(*args):
+        entered.set()
+        assert release.wait(DEADLINE_S)
+        return write(*args)
+
+    monkeypatch.setattr(local, "write_state", slow_write)
+    with ThreadPoolExecutor(2) as pool:
+        saving = pool.submit(trainer.save, token(attempt=2), "checkpoints/core/c0")
+        assert entered.wait(DEADLINE_S)
+        assert trainer.exported() == exported
+        assert (trainer.progress().stage, trainer.progress().detail) == ("save", "c0")
+        assert (trainer.next_update, trainer.policy_version) == (0, 0)
+        with pytest.raises(TimeoutError):  # no update in between: state and clock belong together
+            pool.submit(trainer.optimize, token(attempt=3), 0, commit(0)).result(0.05)
+        release.set()
+        assert saving.result(DEADLINE_S)

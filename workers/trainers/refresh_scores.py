@@ -1,0 +1,91 @@
+"""How far trainer and behavior policy are apart when responses span several policy versions.
+
+A response that lived through a publication has an older prefix and a newer rest:
+
+    tokens        t0 t1 t2 t3 | t4 t5 t6 t7 t8 t9      spans [(5, 0, 4), (7, 4, 10)]
+    kind     historical prefix | latest forward        replay version 7
+
+The latest forward is the one that made the last token; the prefix was sampled by versions before
+it. With delta = trainer log-prob before the update - behavior log-prob, each kind reports mean and
+largest |delta| and the share of tokens whose weight exp(delta) the truncation changes. Both kinds
+contain policy age as well as numerical differences.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workers.trainers.batch import TrainingBatch
+from workers.trainers.loss import LossSettings
+
+REFRESH_SCORES = "refresh_scores"
+HISTORICAL_PREFIX = "historical_prefix"
+LATEST_FORWARD = "latest_forward"
+
+
+def refresh_scores(
+    batch: TrainingBatch,
+    old: Tensor,
+    settings: LossSettings,
+    *,
+    rollout_id: int,
+    policy_version: int,
+) -> dict[str, Any]:
+    """The values of one ``refresh_scores`` event.
+
+    Args:
+        batch: the collection, N response tokens.
+        old: [N] the trainer's log-probs before the update; NaN where a token is not in the loss.
+        settings: where importance weights are truncated.
+        rollout_id: index of the update.
+        policy_version: completed optimizer steps before the update.
+
+    Returns:
+        Counts, the share of active tokens that the current policy sampled, and one object for each
+        kind of tokens that is there.
+    """
+    old = old.cpu()
+    active = ~old.isnan()
+    versions, replay = batch.versions.sampled_by[active], batch.versions.replay[active]
+    delta = old[active].double() - batch.behavior[active].double()
+    current = int((versions == policy_version).sum())
+    event: dict[str, Any] = {
+        "rollout_id": rollout_id,
+        "mixed_responses": batch.versions.mixed_responses,
+        "response_count": len(batch.samples),
+        "active_tokens": len(delta),
+        "current_version_token_fraction": current / max(len(delta), 1),
+    }
+    for kind, chosen in (
+        (HISTORICAL_PREFIX, versions < replay),
+        (LATEST_FORWARD, versions == replay),
+    ):
+        if bool(chosen.any()):
+            event[kind] = _describe(delta[chosen], settings)
+    return event
+
+
+def refresh_metrics(event: Mapping[str, Any]) -> dict[str, float]:
+    """The same as ``train/refresh/*``; figures of a kind without tokens are left out."""
+    rows = {
+        "train/refresh/mixed_responses": float(event["mixed_responses"]),
+        "train/refresh/current_version_token_fraction": event["current_version_token_fraction"],
+    }
+    for kind in (HISTORICAL_PREFIX, LATEST_FORWARD):
+        for name, value in event.get(kind, {}).items():
+            rows[f"train/refresh/{kind}/{name}"] = float(value)
+    return rows
+
+
+def _describe(delta: Tensor, settings: LossSettings) -> dict[str, float]:
+    """One kind of tokens. ``delta`` [n > 0] in float64."""
+    weight = torch.exp(delta)
+    truncated = (weight < settings.tis_clip_low) | (weight > settings.tis_clip)
+    return {
+        "tokens": len(delta),
+        "mean_abs_logratio": float(delta.abs().mean()),
+        "max_abs_logratio": float(delta.abs().max()),
+        "tis_clip_fraction": float(truncated.double().mean()),
+    }
