@@ -9,6 +9,7 @@ from activities.rollout.admission import AdmissionGate
 from activities.rollout.policy import ServedPolicy
 from activities.rollout.recovery import join_siblings
 from activities.rollout.segments import ResponseTask, SegmentedResponse
+from activities.rollout.siblings import AttemptClock, Put
 from activities.verifiers.base import total_reward, truncated
 from activities.verifiers.registry import VerifierSet
 from activities.wire.contract import SamplingParams
@@ -65,12 +66,14 @@ class _Attempt:
     policy: ServedPolicy
     exact: int | None
     on_sample: Callable[[], None]
+    clock: AttemptClock
 
 
 class GroupSampler:
     """Makes a ``SampleGroup`` of a draw, or raises; never a part of one.
 
     ``decode`` turns response tokens (without the end token) into the text that verifiers read.
+    ``sibling_rows`` takes the timing row of each attempt; without it groups carry no times.
     """
 
     def __init__(
@@ -80,12 +83,14 @@ class GroupSampler:
         verifiers: VerifierSet,
         decode: Callable[[list[int]], str],
         eos_token_ids: tuple[int, ...],
+        sibling_rows: Put | None = None,
     ) -> None:
         self._plan = plan
         self._pool = pool
         self._verifiers = verifiers
         self._decode = decode
         self._eos_token_ids = eos_token_ids
+        self._sibling_rows = sibling_rows
         self.finished: dict[int, int] = {}
         """Group index -> samples scored so far, of the groups being attempted."""
 
@@ -109,19 +114,17 @@ class GroupSampler:
             GenerationFault: a known serving fault; siblings were cancelled and joined.
             ContractViolation: an answer breaks the contract, another version included.
         """
-        plan = self._plan
+        count, wait_s = self._plan.samples_per_prompt, self._plan.engine_wait_s
+        report = on_sample or (lambda: None)
         self.finished[draw.group_index] = 0
         try:
-            async with self._pool.reserve(
-                plan.samples_per_prompt, timeout_s=plan.engine_wait_s
-            ) as route:
-                attempt = _Attempt(
-                    draw, prompt, gate, route, policy, exact, on_sample or (lambda: None)
-                )
-                samples = await join_siblings(
-                    self._sample(attempt, draw.first_sample_index + sibling)
-                    for sibling in range(plan.samples_per_prompt)
-                )
+            async with self._pool.reserve(count, timeout_s=wait_s) as route:
+                with AttemptClock(draw.group_index, self._sibling_rows) as clock:
+                    attempt = _Attempt(draw, prompt, gate, route, policy, exact, report, clock)
+                    samples = await join_siblings(
+                        self._sample(attempt, draw.first_sample_index + sibling)
+                        for sibling in range(count)
+                    )
         finally:
             del self.finished[draw.group_index]
         return SampleGroup(
@@ -129,6 +132,7 @@ class GroupSampler:
             prepared_sample_id=draw.prepared_sample_id,
             epoch_id=draw.epoch_id,
             samples=samples,
+            times=None if self._sibling_rows is None else clock.times(),
         )
 
     async def _sample(self, attempt: _Attempt, sample_index: int) -> Sample:
@@ -138,11 +142,12 @@ class GroupSampler:
         for it as for one that is being generated.
         """
         task = self._task(attempt, sample_index)
-        await attempt.gate.acquire()
-        try:
-            response = await SegmentedResponse(task, attempt.policy).generate(attempt.route)
-        finally:
-            attempt.gate.release()
+        with attempt.clock.sample(sample_index):
+            await attempt.gate.acquire()
+            try:
+                response = await SegmentedResponse(task, attempt.policy).generate(attempt.route)
+            finally:
+                attempt.gate.release()
         sample = Sample(
             sample_index=sample_index,
             group_index=attempt.draw.group_index,
