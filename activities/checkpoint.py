@@ -1,6 +1,8 @@
 """``checkpoint``: data position, trainer state, marker; in this order, inference going on."""
 
 import asyncio
+import time
+from typing import Any
 
 import structlog
 
@@ -10,6 +12,7 @@ from activities.storage import layout
 from activities.storage.commit import commit_checkpoint, newest_checkpoint, read_marker, retain
 from activities.storage.store import Store
 from activities.timing import timed
+from configs.core import CoreSection
 from models.checkpoint import CheckpointRef, CheckpointRequest, PolicyClock
 from models.ids import FenceToken
 
@@ -20,19 +23,21 @@ async def checkpoint(site: Site, request: CheckpointRequest, token: FenceToken) 
     """Commit everything up to ``request.update`` and delete what need not be kept.
 
     A repeated call finds what an earlier attempt committed. ``StorageFull`` leaves the previous
-    checkpoint the newest one, so the run can be resumed from it.
+    checkpoint the newest one, so the run can be resumed from it. The timing row's details tell when
+    the trainer wrote, ``trainer_write: {started_unix, seconds}``: engines serve meanwhile.
     """
     store = store_of(request.run)
     spec = await asyncio.to_thread(spec_of, request.run)
-    async with timed(store, "checkpoint", request.update):
+    details: dict[str, Any] = {}
+    async with timed(store, "checkpoint", request.update, details):
         return await beating(
             _commit_and_retain(
                 site,
                 store,
                 request,
                 token,
-                spec.core.checkpoint_keep_last,
-                spec.core.checkpoint_keep_every,
+                spec.core,
+                details,
             ),
             f"checkpoint {request.update}",
         )
@@ -43,23 +48,33 @@ async def _commit_and_retain(
     store: Store,
     request: CheckpointRequest,
     token: FenceToken,
-    keep_last: int | None,
-    keep_every: int | None,
+    core: CoreSection,
+    details: dict[str, Any],
 ) -> CheckpointRef:
     reference = await asyncio.to_thread(_committed_already, store, request)
     if reference is None:
-        reference = await _commit(site, store, request, token)
+        reference = await _commit(site, store, request, token, details)
+    keep_last, keep_every = core.checkpoint_keep_last, core.checkpoint_keep_every
     deleted = await asyncio.to_thread(retain, store, keep_last, keep_every, reference)
     _log.info("checkpoint committed", folder=reference.folder, deleted=deleted)
     return reference
 
 
 async def _commit(
-    site: Site, store: Store, request: CheckpointRequest, token: FenceToken
+    site: Site,
+    store: Store,
+    request: CheckpointRequest,
+    token: FenceToken,
+    details: dict[str, Any],
 ) -> CheckpointRef:
     cursor = await site.fleet.producer(request.run).data_state(request.update)
     folder = layout.checkpoint_folder(request.update, token)
+    started_unix, started = time.time(), time.monotonic()
     files = await site.fleet.trainer(request.run).save(token, folder)
+    details["trainer_write"] = {
+        "started_unix": started_unix,
+        "seconds": time.monotonic() - started,
+    }
     clock = PolicyClock(
         completed_steps=request.policy_version,
         published_step=request.policy_version,
