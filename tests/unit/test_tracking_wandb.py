@@ -13,6 +13,7 @@ from configs.model import ModelSection
 from configs.run import RunSpec
 from models.ids import RunRef
 from models.metrics import METRICS
+from tests.support import wandb_file
 from workers.tracking import wandb_sink
 from workers.tracking.background import TrackerCounts
 from workers.tracking.wandb_sink import WandbSink, metric_axes, wandb_run_id
@@ -87,6 +88,23 @@ def test_offline_files_of_two_runs_in_one_process_hold_their_rows(tmp_path: Path
         # names, axes and configuration stand in the record file as plain text
         for text in (b"train/loss", b"train/step", b"errors/elapsed_seconds", b"spec_sha256"):
             assert text in written
+
+
+def test_rows_of_different_axes_are_kept_apart_offline(tmp_path: Path) -> None:
+    run = make_run("mixed", tmp_path)
+    rows = [
+        {"train/step": 3.0, "train/loss": 0.25},
+        {"errors/elapsed_seconds": 15.0, "errors/transport_groups": 1.0, "errors/fatal": 0.0},
+        {"eval/step": 4.0, "eval/words": 0.5},
+        {"errors/elapsed_seconds": 30.0, "errors/transport_groups": 2.0, "errors/fatal": 0.0},
+    ]
+    sink = WandbSink(lambda run: make_spec("mixed", run.root))
+    for row in rows:
+        sink.log(run, row)
+    assert sink.close(DEADLINE_S)
+    (path,) = (tmp_path / "wandb").glob(f"offline-run-*/run-{wandb_run_id(run)}.wandb")
+    assert wandb_file.history(path) == rows
+    assert wandb_file.axes(path) == {f"{part}/*": axis for part, axis in metric_axes().items()}
 
 
 def test_a_later_process_continues_the_same_wandb_run(tmp_path: Path) -> None:
