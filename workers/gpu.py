@@ -17,6 +17,7 @@ from temporalio.service import RPCError, RPCStatusCode
 from activities.catalog import ControlActivities, FleetActivities
 from activities.site import Site, spec_of
 from activities.wire.client import EngineClient
+from activities.wire.router_client import RouterClient
 from models.errors import PerdureError
 from models.ports import Tracker
 from workers.fleet import RayFleet
@@ -43,7 +44,7 @@ async def run_gpu_worker(fleet: RayFleet, tracker: Tracker, fleet_name: str) -> 
     """
     client = await connect_patiently()
     await fleet.join()
-    site = Site(fleet=fleet, tracker=tracker, engine=EngineClient)
+    site = Site(fleet=fleet, tracker=tracker, engine=EngineClient, router=RouterClient)
     activities = [*ControlActivities(site).all(), *FleetActivities(site).all()]
     reaping = asyncio.create_task(_reap_forever(fleet, client))
     try:

@@ -28,6 +28,7 @@ from activities.wire.contract import (
 )
 from activities.wire.faults import LOGGED_BODY_CHARS, TIMEOUT, classify_error, was_gated
 from activities.wire.lanes import LaneTransport
+from activities.wire.router_contract import GROUP_HEADER, ROUTER_RELEASE, GroupTag, ReleaseOrder
 from models.errors import ContractViolation, GenerationFault, RequestGated, ServiceUnreachable
 from models.sample import FinishReason
 
@@ -59,8 +60,12 @@ class EngineClient:
             trust_env=False,  # a proxy from the environment must not see engine traffic
         )
 
-    async def generate(self, request: GenerateRequest, *, timeout_s: float) -> GenerateResponse:
+    async def generate(
+        self, request: GenerateRequest, *, timeout_s: float, group: GroupTag | None = None
+    ) -> GenerateResponse:
         """Sample one response within ``timeout_s`` seconds, queueing included.
+
+        ``group`` tells a router which calls belong together; an engine does not look at it.
 
         Raises:
             GenerationFault: a known serving fault; the group may be requeued.
@@ -69,15 +74,15 @@ class EngineClient:
                 answered with an error that is not a known fault.
         """
         self._check_request(request)
+        headers = {"content-type": "application/json", REQUEST_ID_HEADER: request.rid}
+        if group is not None:
+            headers[GROUP_HEADER] = group.header()
         try:
             async with asyncio.timeout(timeout_s):
                 answer = await self._http.post(
                     GENERATE,
                     content=request.model_dump_json(exclude_none=True),
-                    headers={
-                        "content-type": "application/json",
-                        REQUEST_ID_HEADER: request.rid,
-                    },
+                    headers=headers,
                 )
                 answer.raise_for_status()
         except TimeoutError as error:
@@ -146,6 +151,11 @@ class EngineClient:
     async def abort_all(self, *, timeout_s: float = 10.0) -> None:
         """End every request of the engine."""
         await self._call("POST", ABORT_REQUEST, timeout_s, {"abort_all": True})
+
+    async def release_groups(self, groups: tuple[str, ...], *, timeout_s: float = 10.0) -> None:
+        """Tell a router that these groups ended early: it reserves nothing for them any more."""
+        body = ReleaseOrder(groups=groups).model_dump()
+        await self._call("POST", ROUTER_RELEASE, timeout_s, body)
 
     async def aclose(self) -> None:
         """Close the pooled connections."""

@@ -1,52 +1,86 @@
 """Which engine serves a prompt group: the least active one of the current set.
 
-Siblings go to one engine, so that it computes their prompt once.
+Siblings go to one engine, so that it computes their prompt once. In a fully async run the one
+member of the pool is the router, which chooses for itself and is told what belongs together.
 """
 
 import asyncio
 import time
+import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import structlog
 
+from activities.wire.balance import Load, least_reserved
 from activities.wire.client import EngineClient
 from activities.wire.contract import GenerateRequest, GenerateResponse
 from activities.wire.faults import TRANSPORT
-from models.errors import GenerationFault, ServiceUnreachable
+from activities.wire.router_contract import GroupTag
+from models.errors import ContractViolation, GenerationFault, ServiceUnreachable
+from models.sample import FinishReason
 
 WARN_EVERY_S = 30.0
 """A wait for engines says so this often."""
-
-AVOID_AFTER_FAULT_S = 2.0
-"""An engine whose connection just broke is chosen last for this long: a dead one answers
-fastest and is always the least active, so it would draw every group."""
 
 _log = structlog.get_logger(__name__)
 
 
 @dataclass(eq=False, slots=True)
 class _Engine:
-    """A member of the pool: its client, how many calls it owes, and whether it left the pool."""
+    """A member of the pool: its client, what it owes, and whether it left the pool."""
 
     client: EngineClient
-    reserved: int = 0
-    avoid_until: float = 0.0
+    load: Load = field(default_factory=Load)
     gone: bool = False
     calls: set[asyncio.Task[GenerateResponse]] = field(default_factory=set)
+    unreleased: set[str] = field(default_factory=set)
+    releasing: asyncio.Task[None] | None = None
 
     def is_gone(self) -> bool:
         """Whether it was removed from the pool."""
         return self.gone
 
+    def release(self, group: str) -> None:
+        """Tell the router in the background that ``group`` ended early; several go in one call."""
+        self.unreleased.add(group)
+        if not self.gone and (self.releasing is None or self.releasing.done()):
+            self.releasing = asyncio.create_task(self._send_releases())
+
+    async def close(self) -> None:
+        """End every call as a transport fault. Nothing is released: this router is done with."""
+        self.gone = True
+        ending = [*self.calls, *filter(None, (self.releasing,))]
+        for call in ending:
+            call.cancel()
+        await asyncio.gather(*ending, return_exceptions=True)
+        await self.client.aclose()
+
+    async def _send_releases(self) -> None:
+        """What the router does not hear of goes with the next release, or it forgets it by age."""
+        while self.unreleased:
+            groups = tuple(self.unreleased)
+            try:
+                await self.client.release_groups(groups)
+            except ServiceUnreachable as error:
+                _log.warning("groups not released", groups=len(groups), reason=error.message)
+                return
+            self.unreleased.difference_update(groups)
+
 
 class Route:
     """One group's engine. Made by ``EnginePool.reserve``."""
 
-    def __init__(self, engine: _Engine, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, engine: _Engine, clock: Callable[[], float], num_calls: int, routed: bool
+    ) -> None:
         self._engine = engine
         self._clock = clock
+        self._group = uuid.uuid4().hex if routed else None
+        self._sent = False
+        self._answered = 0
+        self._expected = num_calls
 
     @property
     def url(self) -> str:
@@ -58,7 +92,7 @@ class Route:
         engine = self._engine
         if engine.is_gone():
             raise self._lost(request.rid)
-        call = asyncio.ensure_future(engine.client.generate(request, timeout_s=timeout_s))
+        call = asyncio.ensure_future(self._call(request, timeout_s))
         engine.calls.add(call)
         try:
             return await call
@@ -69,25 +103,49 @@ class Route:
             raise
         except GenerationFault as fault:
             if fault.category == TRANSPORT:
-                engine.avoid_until = self._clock() + AVOID_AFTER_FAULT_S
+                engine.load.avoid(self._clock())
             raise
         finally:
             engine.calls.discard(call)
+
+    def close(self) -> None:
+        """The group ends here. A router that still expects calls of it is told."""
+        if self._group is not None and self._sent and self._answered != self._expected:
+            self._engine.release(self._group)
+
+    async def _call(self, request: GenerateRequest, timeout_s: float) -> GenerateResponse:
+        client = self._engine.client
+        if self._group is None:
+            return await client.generate(request, timeout_s=timeout_s)
+        tag = GroupTag(self._group, self._answered, self._expected)
+        self._sent = True
+        answer = await client.generate(request, timeout_s=timeout_s, group=tag)
+        self._answered += 1
+        if answer.meta_info.finish_reason.get("type") == FinishReason.ABORT:
+            # Handed back: what is left of it is another call, or else the group fails.
+            self._expected += 1
+        return answer
 
     def _lost(self, rid: str) -> GenerationFault:
         return GenerationFault(f"{self.url}: removed while request {rid} ran", TRANSPORT)
 
 
 class EnginePool:
-    """The current engines of a run. ``connect`` makes a client for an address."""
+    """The current engines of a run. ``connect`` makes a client for an address.
+
+    ``routed``: the members are routers, which are told the prompt group of every call.
+    """
 
     def __init__(
         self,
         connect: Callable[[str], EngineClient] = EngineClient,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        routed: bool = False,
     ) -> None:
         self._connect = connect
         self._clock = clock
+        self._routed = routed
         self._engines: dict[str, _Engine] = {}
         self._ready = asyncio.Event()
 
@@ -103,18 +161,12 @@ class EnginePool:
         removed = [engine for url, engine in before.items() if url not in kept]
         self._engines = kept
         for engine in kept.values():
-            engine.avoid_until = 0.0
+            engine.load.avoid_until = 0.0
         if kept:
             self._ready.set()
         else:
             self._ready.clear()
-        for engine in removed:
-            engine.gone = True
-            for call in tuple(engine.calls):
-                call.cancel()
-        for engine in removed:
-            await asyncio.gather(*engine.calls, return_exceptions=True)
-            await engine.client.aclose()
+        await asyncio.gather(*(engine.close() for engine in removed))
 
     async def wait_ready(self, timeout_s: float) -> None:
         """Return once there is an engine; warn while waiting.
@@ -136,16 +188,29 @@ class EnginePool:
     async def reserve(self, num_calls: int, *, timeout_s: float) -> AsyncIterator[Route]:
         """Choose the least active engine for ``num_calls`` calls; waits while there is none."""
         await self.wait_ready(timeout_s)
-        now = self._clock()
-        engine = min(
-            self._engines.values(), key=lambda each: (each.avoid_until > now, each.reserved)
+        engine = least_reserved(
+            self._engines.values(), lambda candidate: candidate.load, self._clock()
         )
-        engine.reserved += num_calls
+        assert engine is not None  # nothing was awaited since it was ready
+        engine.load.reserved += num_calls
+        route = Route(engine, self._clock, num_calls, self._routed)
         try:
-            yield Route(engine, self._clock)
+            yield route
         finally:
-            engine.reserved -= num_calls
+            engine.load.reserved -= num_calls
+            route.close()
+
+    async def abort_all(self) -> None:
+        """Ask every engine to end all its requests. An engine that does not answer is logged."""
+        await asyncio.gather(*(_abort(engine.client) for engine in self._engines.values()))
 
     async def aclose(self) -> None:
         """Drop every engine."""
         await self.set_engines(())
+
+
+async def _abort(client: EngineClient) -> None:
+    try:
+        await client.abort_all()
+    except (ServiceUnreachable, ContractViolation) as error:
+        _log.warning("requests not aborted", engine=client.url, reason=error.message)

@@ -17,7 +17,8 @@ KEEPALIVE_EXPIRY_S = 5.0
 class LaneTransport(httpx.AsyncBaseTransport):
     """Reads each answer wholly before it returns, so a lane is free when the call is over."""
 
-    def __init__(self) -> None:
+    def __init__(self, keepalive_expiry_s: float = KEEPALIVE_EXPIRY_S) -> None:
+        self._keepalive_expiry_s = keepalive_expiry_s
         self._idle: list[httpx.AsyncHTTPTransport] = []
         self._busy: set[httpx.AsyncHTTPTransport] = set()
 
@@ -60,7 +61,7 @@ class LaneTransport(httpx.AsyncBaseTransport):
         return httpx.AsyncHTTPTransport(
             verify=_tls(),
             trust_env=False,
-            limits=httpx.Limits(max_connections=1, keepalive_expiry=KEEPALIVE_EXPIRY_S),
+            limits=httpx.Limits(max_connections=1, keepalive_expiry=self._keepalive_expiry_s),
         )
 
 

@@ -9,7 +9,7 @@ import pytest
 from fleet_rig import Run, kill, publish, statuses, until
 
 from models.errors import ConfigurationError
-from workers.actors.engine import LOGS
+from workers.actors.server import LOGS
 from workers.fleet import RayFleet
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(180)]

@@ -12,6 +12,7 @@ from activities.loading import load_engine
 from activities.site import Site
 from activities.storage import layout
 from activities.wire.client import EngineClient
+from activities.wire.router_client import RouterClient
 from models.errors import ProducerLost, StaleFence, TrainerLost
 from models.rollout import CollectionManifest, CollectRequest
 from models.update import UpdateReport
@@ -70,7 +71,7 @@ async def test_each_component_is_rebuilt_alone(fleet: RayFleet, make_run):
     (fresh,) = await fleet.heal_engines(run.token(1), run.ref)
     assert (fresh.name, fresh.incarnation) == ("engine-1", 1)
     assert await fleet.heal_engines(run.token(1), run.ref) == (fresh,)
-    site = Site(fleet=fleet, tracker=None, engine=EngineClient)  # type: ignore[arg-type]
+    site = Site(fleet=fleet, tracker=None, engine=EngineClient, router=RouterClient)  # type: ignore[arg-type]
     await load_engine(site, fresh, weights, 30.0)
     assert await fleet.heal_engines(run.token(1), run.ref) == ()
     await heal(site, run.ref, run.token(1), 30.0)

@@ -16,6 +16,7 @@ from activities.storage.commit import commit_checkpoint
 from activities.storage.lease import Owner, claim_epoch
 from activities.storage.store import Store
 from activities.wire.client import EngineClient
+from activities.wire.router_client import RouterClient
 from configs.load import resolve_document
 from models.checkpoint import CheckpointRef, PolicyClock
 from models.ids import FenceToken, RunRef
@@ -100,7 +101,7 @@ def kill(pid: int) -> None:
 
 async def publish(fleet: RayFleet, run: Run, token: FenceToken, version: int) -> WeightsRef:
     """Export, load into every engine, route to all: what the publish activity does."""
-    site = Site(fleet=fleet, tracker=NoTracker(), engine=EngineClient)
+    site = Site(fleet=fleet, tracker=NoTracker(), engine=EngineClient, router=RouterClient)
     weights = await fleet.trainer(run.ref).export_weights(token, version)
     for engine in await fleet.engines(run.ref):
         await load_engine(site, engine, weights, 30.0)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from models.ids import RunRef
-from workers.actors import engine
+from workers.actors import engine, server
 from workers.actors.engine import EngineActor
 from workers.actors.order import ActorOrder
 
@@ -38,9 +38,9 @@ async def test_a_call_that_is_repeated_while_it_runs_starts_no_second_server(
         await ready.wait()
         return Server()
 
-    monkeypatch.setattr(engine, "spec_of", lambda run: Spec())
+    monkeypatch.setattr(server, "spec_of", lambda run: Spec())
     monkeypatch.setattr(engine, "server_command", lambda order, spec: "command")
-    monkeypatch.setattr(engine.ServerProcess, "start", start)
+    monkeypatch.setattr(server.ServerProcess, "start", start)
     run = RunRef(run_id="train/x", root=str(tmp_path), spec_sha256="s")
     actor = EngineActor(ActorOrder(run=run, role="engine", scratch=str(tmp_path)))
     calls = [asyncio.create_task(actor.start()) for _ in range(2)]

@@ -22,11 +22,13 @@ class ActorOrder(Frozen):
 
     run: RunRef
     role: str
-    """``trainer``, ``engine``, ``producer`` or ``preparation``."""
+    """``trainer``, ``engine``, ``router``, ``producer`` or ``preparation``."""
     rank: int = 0
     incarnation: int = 0
     scratch: str
     """A folder of this host for logs, ready files and caches of the run; removed at the end."""
+    timeout_factor: float = 1.0
+    """The infrastructure multiplier of the worker that gives the order."""
 
     @property
     def name(self) -> str:
@@ -49,13 +51,13 @@ class ActorFacts(Frozen):
 
 
 def actor_name(role: str, rank: int) -> str:
-    """``trainer``, ``producer``, ``preparation``, ``engine-0``, ``engine-1`` ..."""
+    """``trainer``, ``producer``, ``router``, ``preparation``, ``engine-0``, ``engine-1`` ..."""
     return f"engine-{rank}" if role == "engine" else role
 
 
 def parse_actor_name(name: str) -> tuple[str, int] | None:
     """Role and rank of an actor's name; None for a name that no fleet gives."""
-    if name in ("trainer", "producer"):
+    if name in ("trainer", "producer", "router"):
         return (name, 0)
     role, _, rank = name.rpartition("-")
     return ("engine", int(rank)) if role == "engine" and rank.isdecimal() else None
@@ -134,7 +136,9 @@ def require_same_code(facts: ActorFacts, digest: str) -> None:
 
 def trainer_threads(spec: RunSpec, cores: int) -> int:
     """Torch threads of the trainer: as asked, else all cores, or half when sampling overlaps."""
-    return spec.trainer.num_threads or (max(1, cores // 2) if spec.samples_while_training else cores)
+    return spec.trainer.num_threads or (
+        max(1, cores // 2) if spec.samples_while_training else cores
+    )
 
 
 def engine_threads(spec: RunSpec, cores: int) -> int:

@@ -42,7 +42,7 @@ async def teardown(fleet: RunFleet, engines: Engines) -> None:
     """
     await engines.close()
     names = await _names_of(fleet.cluster, fleet.run.run_id)
-    await asyncio.gather(*(_end(fleet, name) for name in names))
+    await asyncio.gather(*(end_actor(fleet, name) for name in names))
     for role in ("trainer", "engines"):
         await unplace(fleet.cluster, fleet.run.run_id, role)
     rows = await fleet.rows()
@@ -50,6 +50,24 @@ async def teardown(fleet: RunFleet, engines: Engines) -> None:
         await fleet.remember(*(row.model_copy(update={"alive": False}) for row in rows))
     await asyncio.to_thread(remove_run_folders, fleet.run.root)
     _log.info("fleet ended", run=fleet.run.run_id, actors=names)
+
+
+async def end_actor(fleet: RunFleet, name: str) -> None:
+    """A clean end within a deadline, then the kill. Errors of a dying actor do not matter.
+
+    Nothing happens when no actor has the name. The caller holds ``fleet.lock``.
+    """
+    role, rank = _parsed(name)
+    actor = fleet.actor(role, rank)
+    facts = await fleet.facts(role, rank)
+    with contextlib.suppress(PerdureError):
+        if role in ("engine", "router"):
+            await actor.call("stop", GRACE_S, timeout_s=CLOSE_TIMEOUT_S)
+        else:
+            await actor.call("close", timeout_s=GRACE_S)
+    await fleet.cluster.kill_named(fleet.run.run_id, name)
+    if facts is not None and facts.status.host == socket.gethostname():
+        await _until_gone({facts.actor_pid, facts.status.pid}, name)
 
 
 async def runs_with_actors(cluster: RayCluster) -> set[str]:
@@ -90,21 +108,6 @@ async def _names_of(cluster: RayCluster, run_id: str) -> list[str]:
         for namespace, name in await cluster.named_actors()
         if namespace == run_id and parse_actor_name(name) is not None
     )
-
-
-async def _end(fleet: RunFleet, name: str) -> None:
-    """A clean end within a deadline, then the kill. Errors of a dying actor do not matter."""
-    role, rank = _parsed(name)
-    actor = fleet.actor(role, rank)
-    facts = await fleet.facts(role, rank)
-    with contextlib.suppress(PerdureError):
-        if role == "engine":
-            await actor.call("stop", GRACE_S, timeout_s=CLOSE_TIMEOUT_S)
-        else:
-            await actor.call("close", timeout_s=GRACE_S)
-    await fleet.cluster.kill_named(fleet.run.run_id, name)
-    if facts is not None and facts.status.host == socket.gethostname():
-        await _until_gone({facts.actor_pid, facts.status.pid}, name)
 
 
 async def _until_gone(pids: set[int], name: str) -> None:

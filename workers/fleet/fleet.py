@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager
+from contextlib import asynccontextmanager
 from typing import NamedTuple
 
 import structlog
@@ -11,13 +11,15 @@ from activities.storage.lease import require_epoch
 from activities.wire.client import EngineClient
 from models.errors import PerdureError
 from models.ids import FenceToken, RunRef
-from models.ports import ActorStatus, EngineHandle
+from models.ports import ActorStatus, EngineHandle, RouterHandle
 from models.run import PrepareReport, PrepareRequest
 from workers.fleet import ending
 from workers.fleet.cluster import RayCluster
+from workers.fleet.deaths import Deaths
 from workers.fleet.engines import Engines
 from workers.fleet.preparing import prepare
 from workers.fleet.remote_ports import RemoteProducer, RemoteTrainer
+from workers.fleet.router import Router
 from workers.fleet.run_fleet import RunFleet
 
 _log = structlog.get_logger(__name__)
@@ -25,7 +27,9 @@ _log = structlog.get_logger(__name__)
 
 class _Run(NamedTuple):
     fleet: RunFleet
+    deaths: Deaths
     engines: Engines
+    router: Router
 
 
 class RayFleet:
@@ -60,7 +64,7 @@ class RayFleet:
         """See ``FleetPort.prepare``."""
         run = self._run(request.run)
         async with run.fleet.lock:
-            return await prepare(run.fleet, run.engines, token, request)
+            return await prepare(run.fleet, run.engines, run.router, token, request)
 
     def trainer(self, run: RunRef) -> RemoteTrainer:
         """See ``FleetPort.trainer``."""
@@ -74,25 +78,49 @@ class RayFleet:
         """See ``FleetPort.engines``."""
         return await self._run(run).engines.live()
 
+    async def router(self, run: RunRef) -> RouterHandle | None:
+        """See ``FleetPort.router``."""
+        return await self._run(run).router.live()
+
+    async def replace_engines(self, token: FenceToken, run: RunRef, names: tuple[str, ...]) -> None:
+        """See ``FleetPort.replace_engines``.
+
+        Raises:
+            StaleFence: the token's epoch does not own the run's root any more.
+        """
+        fleet = self._run(run).fleet
+        async with fleet.lock:
+            await asyncio.to_thread(require_epoch, fleet.store, token.epoch)
+            await asyncio.gather(*(ending.end_actor(fleet, name) for name in names))
+
     async def heal_engines(self, token: FenceToken, run: RunRef) -> tuple[EngineHandle, ...]:
-        """See ``FleetPort.heal_engines``.
+        """See ``FleetPort.heal_engines``. An engine that the router gave up is replaced as well.
 
         Raises:
             StaleFence: the token's epoch does not own the run's root any more.
             EngineLost: a replacement did not start.
         """
-        fleet, engines = self._run(run)
+        fleet, _, engines, router = self._run(run)
         async with fleet.lock:
             await asyncio.to_thread(require_epoch, fleet.store, token.epoch)
-            fresh = await engines.ensure()
+            await router.ensure()
+            fresh = await engines.ensure(await router.given_up())
             weights = await self.trainer(run).exported()
             if weights is None:
                 return fresh
             return await engines.stale(weights)
 
-    def engine_deaths(self, run: RunRef) -> AbstractAsyncContextManager[AsyncIterator[str]]:
+    @asynccontextmanager
+    async def engine_deaths(self, run: RunRef) -> AsyncIterator[AsyncIterator[str]]:
         """See ``FleetPort.engine_deaths``."""
-        return self._run(run).engines.deaths()
+        fleet, deaths, _, router = self._run(run)
+        servers = [("engine", rank) for rank in range((await fleet.spec()).inference.num_engines)]
+        others = []
+        if await router.wanted():
+            servers.append(("router", 0))
+            others.append(router.watch_given_up)
+        async with deaths.told(servers, *others) as names:
+            yield names
 
     async def revoke(self, run: RunRef, epoch: int) -> None:
         """See ``FleetPort.revoke``."""
@@ -149,5 +177,7 @@ class RayFleet:
     def _run(self, run: RunRef) -> _Run:
         if run not in self._runs:
             fleet = RunFleet(self._cluster, run)
-            self._runs[run] = _Run(fleet, Engines(fleet, self._connect))
+            deaths = Deaths(fleet)
+            engines = Engines(fleet, deaths, self._connect)
+            self._runs[run] = _Run(fleet, deaths, engines, Router(fleet, deaths))
         return self._runs[run]

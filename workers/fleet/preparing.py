@@ -3,8 +3,9 @@
     run file -> prepared/ -> trainer: keep, or rebuild from the checkpoint
                           -> producer: keep with its trainer, or rebuild at the data position
                           -> engines: keep the live ones
+                          -> router (fully async runs): keep the live one
 
-The three are started at the same time. Components of the new epoch refuse every older one.
+They are started at the same time. Components of the new epoch refuse every older one.
 """
 
 import asyncio
@@ -31,6 +32,7 @@ from workers.fleet.calls import settle
 from workers.fleet.engines import Engines, together
 from workers.fleet.folders import scratch_folder
 from workers.fleet.placement import in_bundle, place
+from workers.fleet.router import Router
 from workers.fleet.run_fleet import RunFleet
 
 PRODUCER_CPUS = 0.01
@@ -49,7 +51,7 @@ class _TrainerPlan:
 
 
 async def prepare(
-    fleet: RunFleet, engines: Engines, token: FenceToken, request: PrepareRequest
+    fleet: RunFleet, engines: Engines, router: Router, token: FenceToken, request: PrepareRequest
 ) -> PrepareReport:
     """See ``FleetPort.prepare``; the caller holds ``fleet.lock``."""
     started = time.monotonic()
@@ -59,7 +61,7 @@ async def prepare(
     keep_producer = plan.kept is not None and await _keep_producer(fleet, token)
     await asyncio.to_thread(require_epoch, fleet.store, token.epoch)
     trainer, rebuilt = await _bring_up(
-        fleet, engines, token, request, prepared, plan, keep_producer
+        fleet, engines, router, token, request, prepared, plan, keep_producer
     )
     next_update = trainer.next_update or 0
     return PrepareReport(
@@ -144,6 +146,7 @@ async def _keep_producer(fleet: RunFleet, token: FenceToken) -> bool:
 async def _bring_up(
     fleet: RunFleet,
     engines: Engines,
+    router: Router,
     token: FenceToken,
     request: PrepareRequest,
     prepared: PreparedRun,
@@ -161,13 +164,18 @@ async def _bring_up(
             state = await asyncio.to_thread(data_position, fleet.store, request, plan.kept)
             await _start_producer(fleet, token, prepared, state)
 
-    facts, fresh, _ = await together((trainer(), engines.ensure(), producer()))
+    facts, fresh, fresh_router, _ = await together(
+        (trainer(), engines.ensure(await router.given_up()), router.ensure(), producer())
+    )
     if keep_producer:
-        kept = tuple(engine.url for engine in await engines.live() if engine.name in before)
+        kept: tuple[str, ...] = ()
+        if not await router.wanted():
+            kept = tuple(engine.url for engine in await engines.live() if engine.name in before)
         await fleet.actor("producer").call("set_engines", token, kept)
     rebuilt = (
         *(() if plan.kept else ("trainer",)),
         *(engine.name for engine in fresh),
+        *(() if fresh_router is None else ("router",)),
         *(() if keep_producer else ("producer",)),
     )
     return facts, rebuilt

@@ -21,6 +21,7 @@ LOST: dict[str, type[ActorLost]] = {
     "trainer": TrainerLost,
     "producer": ProducerLost,
     "engine": EngineLost,
+    "router": EngineLost,
 }
 
 
@@ -42,8 +43,11 @@ class RunFleet:
 
     async def startup_timeout_s(self) -> float:
         """Deadline for placing and starting one component, in seconds."""
-        spec = await self.spec()
-        return spec.launch.startup_timeout_s * infra_timeout_multiplier()
+        return self.scaled((await self.spec()).launch.startup_timeout_s)
+
+    def scaled(self, timeout_s: float) -> float:
+        """A deadline on this cluster, in seconds."""
+        return timeout_s * infra_timeout_multiplier()
 
     def actor(self, role: str, rank: int = 0) -> RemoteActor:
         """The actor of (role, rank), whether it lives or not."""
@@ -89,6 +93,7 @@ class RunFleet:
             rank=rank,
             incarnation=await self._next_incarnation(role, rank),
             scratch=str(scratch_folder(self.run.root)),
+            timeout_factor=infra_timeout_multiplier(),
         )
         handle = await self.cluster.create(
             actor_class, self.run.run_id, name, options, class_options or {}, order

@@ -1,0 +1,81 @@
+"""An actor that owns one server process: starts it as its child and watches it."""
+
+import asyncio
+import sys
+from abc import ABC, abstractmethod
+from pathlib import Path
+
+from activities.site import spec_of, store_of
+from configs.run import RunSpec
+from models.errors import EngineLost
+from workers.actors.order import ActorFacts, ActorOrder, describe, environment, inherited
+from workers.engines.process import ServerCommand, ServerExit, ServerProcess
+
+LOGS = "logs"
+"""Folder of server logs under a local output root."""
+
+
+class ServerActor(ABC):
+    """Asyncio actor. The server dies with it; it survives its server to say how that ended."""
+
+    def __init__(self, order: ActorOrder) -> None:
+        self._order = order
+        self._spec = spec_of(order.run)
+        self._server: ServerProcess | None = None
+        self._starting: asyncio.Task[ServerProcess] | None = None
+
+    @abstractmethod
+    def command(self) -> ServerCommand:
+        """What to run."""
+
+    async def start(self) -> ActorFacts:
+        """Start the server and return when it serves. A repeated call joins the first.
+
+        Raises:
+            ConfigurationError: it refuses the model or its options.
+            EngineLost: it ended or was not ready in time; the message holds its last log lines.
+        """
+        if self._starting is None:
+            timeout_s = self._spec.inference.start_timeout_s * self._order.timeout_factor
+            self._starting = asyncio.create_task(ServerProcess.start(self.command(), timeout_s))
+        self._server = await asyncio.shield(self._starting)
+        return await self.facts()
+
+    async def wait_exit(self) -> ServerExit:
+        """Return when the server has ended."""
+        if self._server is None:
+            raise EngineLost(f"{self._order.name} of {self._order.run.run_id} was never started")
+        return await self._server.wait_exit()
+
+    async def stop(self, grace_s: float) -> None:
+        """End the server; a clean end gets ``grace_s`` seconds."""
+        if self._server is not None:
+            await self._server.stop(grace_s)
+
+    async def facts(self) -> ActorFacts:
+        """Who this is; the process shown is the server's."""
+        server = self._server
+        if server is None:
+            return describe(self._order)
+        return describe(self._order, pid=server.pid, serving=server.alive, url=server.url)
+
+
+def module_command(
+    order: ActorOrder, spec: RunSpec, module: str, options: list[str], threads: int
+) -> ServerCommand:
+    """``python -m module`` on a free port of loopback, with the environment of its role."""
+    store = store_of(order.run)
+    ready_file = Path(order.scratch) / f"{order.name}.{order.incarnation}.ready.json"
+    logs = store.local_path(LOGS) if store.is_local else Path(order.scratch)
+    argv = (
+        *(sys.executable, "-m", module),
+        *("--host", "127.0.0.1", "--port", "0", "--ready-file", str(ready_file)),
+        *options,
+    )
+    return ServerCommand(
+        name=order.name,
+        argv=argv,
+        env=inherited(environment(order, spec, threads)),
+        log_path=logs / f"{order.name}.log",
+        ready_file=ready_file,
+    )
