@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 from activities.rollout.collection_file import read_collection, read_samples, write_collection
 from activities.storage.store import Store
-from models.errors import DigestMismatch
+from models.errors import ContractViolation, DigestMismatch
 from models.rollout import CollectionCounts, RolloutCollection
 from models.sample import FinishReason, Sample, SampleGroup, TokenSpan, Verdict, VerdictOutcome
 
@@ -47,6 +47,7 @@ def samples(draw, group_index, sample_index):
         text=draw(st.text()),
         reward=draw(st.just(math.nan) | finite),
         verdicts=graded,
+        routed_experts=draw(st.none() | st.binary(min_size=1, max_size=40)),
     )
 
 
@@ -103,8 +104,8 @@ def small_group():
     return SampleGroup(2, "task:train:9", 1, [sample, other], [-0.5, 0.5])
 
 
-def committed(store, uri):
-    sha256 = write_collection(store, uri, [small_group()])
+def committed(store, uri, group=None):
+    sha256 = write_collection(store, uri, [group or small_group()])
     return RolloutCollection(
         update=0,
         epoch=1,
@@ -133,6 +134,53 @@ def test_a_collection_is_checked_against_its_digest(tmp_path):
 def test_equal_groups_make_equal_bytes(tmp_path):
     store = Store(str(tmp_path))
     assert committed(store, "a").sha256 == committed(store, "b").sha256
+
+
+def routed_group():
+    """Two layers, top-1, for two prompt and two response tokens; its second sample has none."""
+    group = small_group()
+    group.samples[0].routed_experts = bytes(range(24))
+    group.samples[0].spans = [TokenSpan(6, 0, 1), TokenSpan(7, 1, 2)]
+    return group
+
+
+def test_routes_and_mixed_spans_are_read_back(tmp_path):
+    store = Store(str(tmp_path))
+    collection = committed(store, "a.parquet", routed_group())
+    assert read_collection(store, collection) == [routed_group()]
+    assert committed(store, "b.parquet", routed_group()).sha256 == collection.sha256
+
+
+def test_a_file_without_routes_has_no_column_of_them(tmp_path):
+    store = Store(str(tmp_path))
+    committed(store, "dense.parquet")
+    committed(store, "routed.parquet", routed_group())
+    dense, routed = (
+        pq.read_schema(tmp_path / name).names for name in ("dense.parquet", "routed.parquet")
+    )
+    assert "routed_experts" not in dense
+    assert routed == [*dense, "routed_experts"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"spans": []}, "spans: there is none"),
+        ({"spans": [TokenSpan(7, 0, 1)]}, "spans end at 1, the response has 2 tokens"),
+        ({"spans": [TokenSpan(7, 0, 1), TokenSpan(6, 1, 2)]}, "above the last forward's 6"),
+        ({"logprobs": [-0.25, math.nan]}, r"logprobs\[1\] is nan"),
+        ({"logprobs": [-0.25]}, "logprobs has 1 values for 2 response tokens"),
+        ({"routed_experts": bytes(10)}, "routed_experts has 10 bytes"),
+    ],
+)
+def test_what_cannot_be_trained_on_is_not_read_back(tmp_path, changes, message):
+    store = Store(str(tmp_path))
+    group = small_group()
+    group.samples[1] = replace(group.samples[1], **changes)
+    collection = committed(store, "a.parquet", group)
+    with pytest.raises(ContractViolation, match=f"prompt group 2, sample 5: .*{message}"):
+        read_collection(store, collection)
+    assert len(read_samples(store, "a.parquet")) == 1  # a tool for people shows it
 
 
 def test_people_can_read_it(tmp_path):
