@@ -20,6 +20,7 @@ in front of it does; a collection asked for in its turn meets it afterwards.
 
 from enum import IntEnum
 
+from models.background import SnapshotRequest
 from models.checkpoint import CheckpointRequest
 from models.errors import ContractViolation
 from models.evaluation import EvaluateRequest, ExportRequest
@@ -52,6 +53,7 @@ Fenced = (
     | PublishRequest
     | CheckpointRequest
     | EvaluateRequest
+    | SnapshotRequest
     | OptimizeRequest
     | ExportRequest
 )
@@ -80,7 +82,7 @@ def _place(request: Fenced) -> tuple[int, Place]:
             return request.update, Place.PUBLISH
         case CheckpointRequest():
             return request.update + 1, Place.CHECKPOINT
-        case EvaluateRequest():
+        case EvaluateRequest() | SnapshotRequest():
             return request.update, Place.EVALUATE
         case OptimizeRequest():
             return request.update, Place.OPTIMIZE

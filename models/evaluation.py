@@ -1,8 +1,10 @@
 """Evaluation and export."""
 
+from enum import StrEnum
+
 from pydantic import Field
 
-from models.base import Frozen
+from models.base import Carried, Frozen
 from models.ids import RunRef
 
 
@@ -35,6 +37,30 @@ class EvaluationReport(Frozen):
     """Parquet file of the evaluated samples, relative to the output root."""
     seconds: float
     metrics: dict[str, float] = Field(default_factory=dict)
+
+
+class ReceiptStatus(StrEnum):
+    """How far the submission of a background evaluation came."""
+
+    CLAIMED = "claimed"
+    PENDING = "pending"
+    SUBMITTED = "submitted"
+    SUBMISSION_FAILED = "submission_failed"
+    SKIPPED_BUSY = "skipped_busy"
+    """The evaluation before it was still running."""
+
+
+class EvaluationSubmission(Carried):
+    """What became of a background evaluation's submission."""
+
+    update: int
+    phase: str
+    status: ReceiptStatus
+    receipt: str = ""
+    """Relative to the output root; empty when none could be claimed."""
+    experiment_id: str = ""
+    error_type: str = ""
+    error: str = ""
 
 
 class ExportRequest(Frozen):

@@ -5,10 +5,11 @@ mutation and refuses with ``StaleFence``. Every call raises an ``ActorLost`` lea
 dead, at once, and never waits for a dead one.
 """
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
+from models.background import BackgroundOrder
 from models.base import Frozen
 from models.checkpoint import CheckpointFile
 from models.evaluation import EvaluateRequest, EvaluationReport, ExportReport
@@ -33,7 +34,7 @@ class ActorStatus(Frozen):
     """One process of the fleet, for ``perdure status``."""
 
     role: str
-    """``trainer``, ``engine`` or ``producer``."""
+    """``trainer``, ``engine``, ``router`` or ``producer``."""
     rank: int
     pid: int
     host: str
@@ -216,3 +217,24 @@ class Tracker(Protocol):
     def log(self, run: RunRef, metrics: Mapping[str, float]) -> None:
         """Record one row; its axis is the declared axis of its names."""
         ...
+
+
+class EvaluatorPort(Protocol):
+    """A process of its own that evaluates one snapshot on an engine of its own, once."""
+
+    async def evaluate(self) -> EvaluationReport:
+        """Sample and score every held-out prompt; the samples are written, the report answered.
+
+        Raises:
+            EngineLost: the engine did not start, or ended; another evaluator may succeed.
+            DigestMismatch: the engine holds other tensors than the snapshot recorded.
+        """
+        ...
+
+    async def progress(self) -> StageProgress:
+        """What it has done so far."""
+        ...
+
+
+OpenEvaluator = Callable[[BackgroundOrder], AbstractAsyncContextManager[EvaluatorPort]]
+"""Starts an evaluator that ends with the context, and with the process that opened it."""

@@ -7,7 +7,7 @@ from pydantic import Field
 
 from models.base import Carried, Frozen
 from models.checkpoint import CheckpointRef
-from models.evaluation import EvaluationReport
+from models.evaluation import EvaluationReport, EvaluationSubmission
 from models.ids import RunRef
 
 
@@ -42,6 +42,9 @@ class LoopPlan(Carried):
     eval_interval: int | None = None
     eval_initial: bool = False
     eval_final: bool = False
+    eval_background: bool = False
+    """Evaluations run as workflows of their own, from snapshots."""
+    eval_submit_timeout_s: float = 30.0
     export_hf: bool = False
     max_run_seconds: float | None = None
     continue_as_new_updates: int = 50
@@ -101,6 +104,9 @@ class RunProgress(Carried):
     checkpoint: CheckpointRef | None = None
     evaluation: EvaluationReport | None = None
     last_evaluated_update: int = -1
+    """Completed updates at the newest evaluation, finished or handed over."""
+    submission: EvaluationSubmission | None = None
+    """The newest background evaluation that was handed over."""
     paused: bool = False
     stop: StopRequest | None = None
     checkpoint_requests: int = 0
@@ -169,6 +175,7 @@ class RunOutcome(Carried):
     export_hf: str | None = None
     checkpoint: CheckpointRef | None = None
     evaluation: EvaluationReport | None = None
+    submission: EvaluationSubmission | None = None
     error: str | None = None
 
 

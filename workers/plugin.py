@@ -15,8 +15,10 @@ PASSED_THROUGH = (
     "models",  # types shared with activities; twins of them would not compare equal
     "configs",
     "activities.queues",
-    "workflows.calls",  # pure, and re-importing them for each run costs time
+    "workflows.background",  # pure, and re-importing them for each run costs time
+    "workflows.calls",
     "workflows.details",
+    "workflows.indexing",
     "workflows.loop",
     "workflows.options",
     "workflows.recovery",

@@ -16,6 +16,7 @@ from temporalio.worker import Worker
 
 from models.errors import PerdureError, ServiceUnreachable
 from workers.connection import connect, ensure_search_attributes
+from workflows.evaluation import BackgroundEvaluation
 from workflows.training import Training
 
 ACTIVITY_SLOTS = 100
@@ -49,11 +50,11 @@ _log = structlog.get_logger(__name__)
 def build_worker(
     client: Client, task_queue: str, activities: Sequence[Callable[..., Any]]
 ) -> Worker:
-    """A worker of ``Training`` and ``activities`` on ``task_queue``."""
+    """A worker of every workflow and of ``activities`` on ``task_queue``."""
     return Worker(
         client,
         task_queue=task_queue,
-        workflows=[Training],
+        workflows=[Training, BackgroundEvaluation],
         activities=activities,
         max_concurrent_activities=ACTIVITY_SLOTS,
         max_concurrent_workflow_tasks=8,  # a mass replay of more trips the deadlock detector

@@ -20,6 +20,15 @@ from temporalio import workflow
 from temporalio.common import RetryPolicy
 
 from activities.queues import CONTROL_QUEUE, fleet_queue
+from models.background import (
+    BackgroundOrder,
+    EvaluationClaim,
+    EvaluationFailure,
+    SnapshotRef,
+    SnapshotRequest,
+    SubmissionRecord,
+    SubmitRequest,
+)
 from models.checkpoint import CheckpointRef, CheckpointRequest
 from models.errors import fatal_type_names
 from models.evaluation import EvaluateRequest, EvaluationReport, ExportReport, ExportRequest
@@ -86,9 +95,24 @@ PUBLISH = Stage("publish", PublishRequest, PublicationReport, 600.0, drains=True
 CHECKPOINT = Stage("checkpoint", CheckpointRequest, CheckpointRef, 1800.0, drains=True)
 EVALUATE = Stage("evaluate", EvaluateRequest, EvaluationReport, 2 * _HOUR_S)
 EXPORT = Stage("export", ExportRequest, ExportReport, 1800.0, drains=True)
+SNAPSHOT = Stage("snapshot", SnapshotRequest, SnapshotRef, 1800.0, drains=True)
+SUBMIT_EVALUATION = Stage(
+    "submit_evaluation", SubmitRequest, EvaluationClaim, 30.0, max_attempts=3, drains=True
+)
+RECORD_SUBMISSION = Stage(
+    "record_submission", SubmissionRecord, type(None), 30.0, max_attempts=3, drains=True
+)
 RECORD = Stage("record", RecordRequest, type(None), 60.0, drains=True)
 REVOKE = Stage("revoke", RevokeRequest, type(None), 600.0, drains=True)
 
+AWAIT_EVALUATION = Stage("await_evaluation", BackgroundOrder, type(None), 24 * _HOUR_S)
+EVALUATE_SNAPSHOT = Stage(
+    "evaluate_snapshot", BackgroundOrder, EvaluationReport, 3 * _HOUR_S, max_attempts=5
+)
+RECORD_EVALUATION = Stage("record_evaluation", EvaluationFailure, type(None), 60.0)
+
 STAGES: tuple[Stage[Any, Any], ...] = (
     CLAIM, PREPARE, COLLECT, OPTIMIZE, PUBLISH, CHECKPOINT, EVALUATE, EXPORT, RECORD, REVOKE,
+    SNAPSHOT, SUBMIT_EVALUATION, RECORD_SUBMISSION,
+    AWAIT_EVALUATION, EVALUATE_SNAPSHOT, RECORD_EVALUATION,
 )  # fmt: skip

@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from temporalio import workflow
-from temporalio.common import SearchAttributeKey
 from temporalio.exceptions import FailureError
 
 from models.checkpoint import CheckpointRequest
@@ -29,14 +28,10 @@ from models.run import (
 )
 from models.update import OptimizeRequest, UpdateReport
 from workflows import details, loop, options
+from workflows.background import BackgroundEvaluations
 from workflows.calls import StageCall, StageCalls
+from workflows.indexing import index
 from workflows.recovery import Failure, classify
-
-RUN_STATE = SearchAttributeKey.for_keyword("RunState")
-POLICY_VERSION = SearchAttributeKey.for_int("PolicyVersion")
-UPDATE_INDEX = SearchAttributeKey.for_int("UpdateIndex")
-MODEL_NAME = SearchAttributeKey.for_keyword("ModelName")
-RECIPE_NAME = SearchAttributeKey.for_keyword("RecipeName")
 
 
 class RunStages:
@@ -46,6 +41,7 @@ class RunStages:
         self.progress = request.progress or RunProgress()
         self._request = request
         self._calls = calls
+        self._background = BackgroundEvaluations(calls)
         self._ahead: RolloutCollection | None = None
         """The next update's collection, sampled during the last one."""
         self._chain_updates = 0
@@ -102,7 +98,7 @@ class RunStages:
             checkpoint=result.checkpoint,
             started_unix=self.progress.started_unix or result.started_unix,
         )
-        self._index()
+        index(self.progress, self._plan)
 
     async def bring_up(self) -> None:
         """Make the fleet live: a first start, or a rebuild under a new epoch."""
@@ -187,13 +183,17 @@ class RunStages:
         # Requests that arrived while it ran were made after its cut and wait for the next one.
         left = max(0, self.progress.checkpoint_requests - served)
         self.set(checkpoint=reference, checkpoint_requests=left)
-        self._index()
+        index(self.progress, self._plan)
 
     async def evaluate(self) -> None:
-        """Sample and score the held-out prompts under the live policy."""
+        """Sample and score the held-out prompts under the live policy, or have it done."""
         done = self.progress.next_update
         phase = loop.evaluation_phase(self._plan, self.progress) or "periodic"
         self.set(stage=f"evaluate {done}")
+        if self._plan.eval_background:
+            submission = await self._background.submit(self.progress, phase)
+            self.set(submission=submission, last_evaluated_update=done)
+            return
         request = EvaluateRequest(
             run=self._run,
             epoch=self.progress.epoch,
@@ -260,6 +260,7 @@ class RunStages:
             export_hf=progress.export_uri,
             checkpoint=progress.checkpoint,
             evaluation=progress.evaluation,
+            submission=progress.submission,
             error=progress.error,
         )
 
@@ -354,24 +355,9 @@ class RunStages:
 
     async def _record(self) -> None:
         """Write ``workflow.json`` and the search attributes."""
-        self._index()
+        index(self.progress, self._plan)
         request = RecordRequest(progress=self.progress)
         await self._calls.run(options.RECORD, request, self._plan, self.progress.state.value)
-
-    def _index(self) -> None:
-        """Upsert the search attributes: one history event, so on a phase change or checkpoint."""
-        progress = self.progress
-        if not progress.search_attributes:
-            return
-        workflow.upsert_search_attributes(
-            [
-                RUN_STATE.value_set(progress.state.value),
-                POLICY_VERSION.value_set(progress.policy_version),
-                UPDATE_INDEX.value_set(progress.next_update),
-                MODEL_NAME.value_set(self._plan.model_name),
-                RECIPE_NAME.value_set(self._plan.recipe_name),
-            ]
-        )
 
     def _describe(self) -> None:
         workflow.set_current_details(details.render(self.progress))

@@ -63,9 +63,11 @@ class FakeTrainer:
         self._check(token)
         await self._play(f"export_weights {version}")
         assert version == self.policy_version
+        folder = f"exports-of-the-fake-trainer/{version}"
+        self.store.write_bytes(f"{folder}/model.safetensors", f"{version}".encode())
         self.export_ref = WeightsRef(
             version=version,
-            path=f"mem/{version}",
+            path=str(self.store.local_path(folder)),
             digest=weights_digest(checksums_of(version)),
             num_tensors=1,
             num_bytes=8,

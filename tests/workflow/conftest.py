@@ -14,15 +14,18 @@ from temporalio.client import Client, WorkflowFailureError, WorkflowHandle, Work
 from temporalio.exceptions import ApplicationError
 from temporalio.worker import Replayer
 
+from activities.background.catalog import BackgroundActivities
 from activities.catalog import ControlActivities, FleetActivities
 from activities.storage import layout
 from activities.storage.store import Store
 from configs.load import resolve_document
 from models.run import RunOutcome, RunProgress, RunRequest
+from tests.support.fake_evaluator import FakeEvaluators
 from tests.support.fake_fleet import FakeFleet, ListTracker, site_of
 from tests.support.histories import write_history
 from workers.plugin import perdure_plugin
 from workers.serving import build_worker
+from workflows.evaluation import BackgroundEvaluation
 from workflows.options import CONTROL_QUEUE, fleet_queue
 from workflows.training import Training
 
@@ -37,6 +40,10 @@ class Stage:
     fleet: FakeFleet
     tracker: ListTracker = field(default_factory=ListTracker)
     handles: list[WorkflowHandle[Any, Any]] = field(default_factory=list)
+    evaluators: FakeEvaluators = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.evaluators = FakeEvaluators(self.fleet.script)
 
     @property
     def store(self) -> Store:
@@ -79,8 +86,11 @@ class Stage:
         return handle
 
     async def histories(self) -> list[WorkflowHistory]:
-        """Every history of every start, along continue-as-new."""
+        """Every history of every start, along continue-as-new, and of what they had evaluated."""
         found = []
+        evaluations = {order.experiment_id for order in self.evaluators.orders}
+        for experiment_id in sorted(evaluations):
+            found.append(await self.client.get_workflow_handle(experiment_id).fetch_history())
         for handle in self.handles:
             run_id = handle.first_execution_run_id
             while run_id:
@@ -146,7 +156,7 @@ RECORD_VARIABLE = "PERDURE_RECORD_HISTORIES"
 
 async def check_replay(stage: Stage, test: str) -> None:
     """Replay what the test ran: the workflow must be a function of its history."""
-    replayer = Replayer(workflows=[Training], plugins=[perdure_plugin()])
+    replayer = Replayer(workflows=[Training, BackgroundEvaluation], plugins=[perdure_plugin()])
     for index, history in enumerate(await stage.histories()):
         await replayer.replay_workflow(history)
         if folder := os.environ.get(RECORD_VARIABLE):
@@ -169,7 +179,12 @@ async def make_stage(
             name = f"t{uuid.uuid4().hex[:10]}"
             stage = Stage(temporal_client, tmp_path / name, name, FakeFleet(num_engines))
             site = site_of(stage.fleet, stage.tracker)
-            activities = [*ControlActivities(site).all(), *FleetActivities(site).all()]
+            background = BackgroundActivities(site, stage.evaluators.open, "tests")
+            activities = [
+                *ControlActivities(site).all(),
+                *FleetActivities(site).all(),
+                *background.all(),
+            ]
             await workers.enter_async_context(
                 build_worker(temporal_client, fleet_queue(name), activities)
             )

@@ -9,6 +9,7 @@ from activities.storage.store import Store
 from models.errors import PerdureError
 
 FLEET_JSON = "fleet.json"
+_EVALUATION_COUNTERS = ("eval/step", "eval/checkpoint_update")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,14 @@ def read_json(root: str, name: str) -> Any:
         return None
 
 
+def last_row(root: str, name: str) -> dict[str, Any]:
+    """The newest row of a JSONL file of the root; empty when there is none."""
+    try:
+        return Store(root).last_jsonl(name) or {}
+    except (PerdureError, OSError):
+        return {}
+
+
 def exists(root: str, name: str) -> bool:
     """Whether the root holds ``name``; also true when nobody can tell."""
     try:
@@ -80,8 +89,8 @@ def _rows(root: str) -> list[dict[str, Any]]:
 
 
 def _is_evaluation(key: str) -> bool:
-    """``eval/NAME`` is a mean reward; ``eval/step`` and deeper names are not."""
-    return key.startswith("eval/") and key.count("/") == 1 and key != "eval/step"
+    """``eval/NAME`` is a mean reward; the counters of updates and deeper names are not."""
+    return key.startswith("eval/") and key.count("/") == 1 and key not in _EVALUATION_COUNTERS
 
 
 def _tenth(count: int) -> int:

@@ -1,0 +1,1 @@
+"""Background evaluation: snapshots, receipts, sampling on an engine of its own."""
