@@ -25,6 +25,7 @@ from activities.storage.atomic import storage_errors
 from models.errors import ConfigurationError, ContractViolation
 
 _CHUNK_BYTES = 1 << 20
+_TAIL_BYTES = 1 << 20
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 _PARTS = ".parts"
 _CREATING = threading.Lock()
@@ -176,6 +177,20 @@ class Store:
             _log.warning("torn lines skipped", file=self._where(rel), lines=torn)
         return JsonlRows(rows, len(torn))
 
+    def last_jsonl(self, rel: str) -> dict[str, Any] | None:
+        """The newest whole row of ``rel`` without reading the rest; None when there is none.
+
+        A row above a mebibyte is not found.
+        """
+        for line in reversed(self._jsonl_tail(rel).split(b"\n")):
+            try:
+                row = orjson.loads(line)
+            except orjson.JSONDecodeError:
+                continue  # empty, torn by a kill, or cut by the reading
+            if isinstance(row, dict):
+                return row
+        return None
+
     def make_durable(self, rel: str) -> None:
         """Flush a local file that somebody else wrote, and its folder, to the device."""
         if self._is_local:
@@ -227,6 +242,17 @@ class Store:
             return path.read_bytes() if path.exists() else b""
         folder = rel + _PARTS
         return b"".join(self.read_bytes(f"{folder}/{name}") for name in self.list(folder))
+
+    def _jsonl_tail(self, rel: str) -> bytes:
+        if self._is_local:
+            try:
+                with self.local_path(rel).open("rb") as stream:
+                    stream.seek(max(0, stream.seek(0, os.SEEK_END) - _TAIL_BYTES))
+                    return stream.read()
+            except FileNotFoundError:
+                return b""
+        folder = rel + _PARTS
+        return b"".join(self.read_bytes(f"{folder}/{name}") for name in self.list(folder)[-1:])
 
     def _full(self, rel: str) -> str:
         checked = _checked(rel)

@@ -114,6 +114,28 @@ def test_files_travel(store: Store, tmp_path: Path) -> None:
     assert (tmp_path / "back" / "model.bin").read_bytes() == source.read_bytes()
 
 
+def test_the_newest_row_is_read_alone(store: Store) -> None:
+    assert store.last_jsonl("rows.jsonl") is None
+    for number in range(3):
+        store.append_jsonl("rows.jsonl", {"n": number})
+        assert store.last_jsonl("rows.jsonl") == {"n": number}
+
+
+def test_the_newest_whole_row_of_a_torn_or_long_file_is_read(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    with (tmp_path / "rows.jsonl").open("wb") as stream:
+        for number in range(4):
+            stream.write(b'{"n": %d, "pad": "%s"}\n' % (number, b"x" * 600_000))
+    row = store.last_jsonl("rows.jsonl")
+    assert row is not None
+    assert row["n"] == 3
+    with (tmp_path / "rows.jsonl").open("ab") as stream:
+        stream.write(b'{"n": 4, "pa')
+    row = store.last_jsonl("rows.jsonl")
+    assert row is not None
+    assert row["n"] == 3
+
+
 def test_jsonl_rows_come_back_in_order(store: Store) -> None:
     for number in range(5):
         store.append_jsonl("m/rows.jsonl", {"n": number, "text": "a\u2028b\nc"})

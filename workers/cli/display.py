@@ -17,6 +17,13 @@ from rich.text import Text
 
 from models.run import RunProgress, RunState
 from workers.cli.chart import sparkline
+from workers.cli.pipeline import (
+    Pipeline,
+    is_fully_async,
+    queue_detail,
+    queue_text,
+    wait_detail,
+)
 
 _STATE_STYLE = {
     RunState.PREPARING: "yellow",
@@ -39,8 +46,13 @@ class Reporter(Protocol):
         trace: TracebackType | None,
     ) -> None: ...
 
-    def show(self, progress: RunProgress | None, note: str = "") -> None:
-        """Take the newest progress; none while nobody can tell. ``note`` says what is amiss."""
+    def show(
+        self, progress: RunProgress | None, note: str = "", pipeline: Pipeline | None = None
+    ) -> None:
+        """Take the newest progress; none while nobody can tell.
+
+        ``note`` says what is amiss, ``pipeline`` what a fully async run has under way.
+        """
         ...
 
 
@@ -65,12 +77,15 @@ class LiveReporter:
     ) -> None:
         self._live.__exit__(kind, error, trace)
 
-    def show(self, progress: RunProgress | None, note: str = "") -> None:
+    def show(
+        self, progress: RunProgress | None, note: str = "", pipeline: Pipeline | None = None
+    ) -> None:
         """Redraw."""
         now = time.time()
         if progress is not None and progress.started_unix:
             self._started = progress.started_unix
-        self._live.update(panel(self._run_id, progress, note, now - self._started, self._ui))
+        elapsed_s = now - self._started
+        self._live.update(panel(self._run_id, progress, note, elapsed_s, self._ui, pipeline))
 
 
 class PlainReporter:
@@ -93,7 +108,9 @@ class PlainReporter:
     ) -> None:
         return None
 
-    def show(self, progress: RunProgress | None, note: str = "") -> None:
+    def show(
+        self, progress: RunProgress | None, note: str = "", pipeline: Pipeline | None = None
+    ) -> None:
         """Write what is new."""
         # A note counts seconds; it is said again only when it says something else.
         plain = re.sub(r"\d+", "", note)
@@ -105,7 +122,7 @@ class PlainReporter:
         if self._updates < 0 or progress.state is RunState.PREPARING:
             self._updates = progress.next_update  # finished before this was watched
         for update in range(self._updates, progress.next_update):
-            self._line(update_line(progress, update))
+            self._line(update_line(progress, update, pipeline))
         self._updates = max(self._updates, progress.next_update)
         if _is_worth_a_line(progress):
             self._once(f"{progress.state.value}: {progress.stage}")
@@ -119,8 +136,8 @@ class PlainReporter:
         self._console.print(text, markup=False, soft_wrap=True)
 
 
-def update_line(progress: RunProgress, update: int) -> str:
-    """One finished update as a line; only the newest one knows speed and lag."""
+def update_line(progress: RunProgress, update: int, pipeline: Pipeline | None = None) -> str:
+    """One finished update as a line; only the newest one knows speed, lag and queue."""
     total = progress.plan.num_rollouts if progress.plan else 0
     behind = progress.next_update - update
     recent = progress.reward_recent
@@ -131,17 +148,24 @@ def update_line(progress: RunProgress, update: int) -> str:
             f" lag {progress.lag} {progress.tokens_per_second:,.0f} tokens/s"
             f" {progress.seconds_per_update:.2f} s/update"
         )
+        queue = queue_text(pipeline) if pipeline else ""
+        line += f" queue {queue}" if queue else ""
     return line
 
 
 def panel(
-    run_id: str, progress: RunProgress | None, note: str, elapsed_s: float, ui: str | None
+    run_id: str,
+    progress: RunProgress | None,
+    note: str,
+    elapsed_s: float,
+    ui: str | None,
+    pipeline: Pipeline | None = None,
 ) -> RenderableType:
     """The whole live display."""
     if progress is None:
         lines: list[RenderableType] = [Text.assemble((run_id, "bold"), "  ", "waiting")]
     else:
-        lines = [_head(run_id, progress, elapsed_s), *_body(progress)]
+        lines = [_head(run_id, progress, elapsed_s), *_body(progress, pipeline)]
     # At the end the error itself is the last thing that is printed, below.
     if progress is not None and progress.error is not None and not _is_at_its_end(progress):
         lines.append(Text(error_line(progress), style="red"))
@@ -205,18 +229,18 @@ def _head(run_id: str, progress: RunProgress, elapsed_s: float) -> Text:
     return text
 
 
-def _body(progress: RunProgress) -> list[RenderableType]:
+def _body(progress: RunProgress, pipeline: Pipeline | None) -> list[RenderableType]:
     """The bar, once the horizon is known, and the facts that there are."""
     if progress.plan is None:
         return []
     bar = Table.grid(padding=(0, 1))
     total, done = progress.plan.num_rollouts, progress.next_update
     bar.add_row(ProgressBar(total=total, completed=done, width=40), f"update {done} of {total}")
-    facts = _facts(progress)
+    facts = _facts(progress, pipeline)
     return [bar, facts] if facts.row_count else [bar]
 
 
-def _facts(progress: RunProgress) -> Table:
+def _facts(progress: RunProgress, pipeline: Pipeline | None) -> Table:
     grid = Table.grid(padding=(0, 2))
     recent = progress.reward_recent
     if recent:
@@ -226,8 +250,10 @@ def _facts(progress: RunProgress) -> Table:
         grid.add_row(
             "speed",
             f"{progress.seconds_per_update:.2f} s/update",
-            f"{progress.tokens_per_second:,.0f} tokens/s, lag {progress.lag}",
+            f"{progress.tokens_per_second:,.0f} tokens/s, lag {_lag(progress)}",
         )
+    if pipeline is not None and not progress.state.is_terminal:
+        _add_pipeline(grid, pipeline)
     if progress.evaluation is not None:
         report = progress.evaluation
         where = f"{report.prompts} held-out prompts after update {report.update}"
@@ -239,3 +265,18 @@ def _facts(progress: RunProgress) -> Table:
         redone = f"{progress.updates_redone} updates redone"
         grid.add_row("recoveries", str(progress.recoveries), redone)
     return grid
+
+
+def _lag(progress: RunProgress) -> str:
+    """The lag of the last update, with its limit where the producer runs ahead by itself."""
+    if progress.plan is None or not is_fully_async(progress):
+        return str(progress.lag)
+    return f"{progress.lag} of at most {progress.plan.max_policy_lag}"
+
+
+def _add_pipeline(grid: Table, pipeline: Pipeline) -> None:
+    queue = queue_text(pipeline)
+    if queue:
+        grid.add_row("queue", queue, queue_detail(pipeline, time.time()))
+    if pipeline.wait_seconds is not None:
+        grid.add_row("wait", f"{pipeline.wait_seconds:.2f} s", wait_detail(pipeline))

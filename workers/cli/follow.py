@@ -9,6 +9,7 @@ from temporalio.service import RPCError
 from models.errors import ConfigurationError, ServiceUnreachable
 from models.run import RunProgress, RunState
 from workers.cli.display import Reporter
+from workers.cli.pipeline import PipelineWatch
 from workers.cli.server import RunView, look, progress_of
 from workflows.options import CONTROL_QUEUE, fleet_queue
 
@@ -32,6 +33,7 @@ async def follow(
     """
     last: RunProgress | None = None
     queue = CONTROL_QUEUE
+    pipeline = PipelineWatch()
     answered = reached = described = time.monotonic()
     while True:
         note = ""
@@ -61,7 +63,7 @@ async def follow(
                 f"Temporal has been away for {UNREACHABLE_LIMIT_S:.0f} s; the run goes on when it "
                 "is back, and the same command follows it again"
             )
-        reporter.show(progress or last, note)
+        reporter.show(progress or last, note, pipeline.newest(progress))
         await asyncio.sleep(POLL_S)
 
 

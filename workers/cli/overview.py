@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+from dataclasses import asdict
 from typing import Any
 
 import psutil
@@ -13,6 +14,7 @@ from temporalio.client import Client
 from models.ports import ActorStatus
 from models.run import RunOutcome, RunProgress, RunState
 from workers.cli import artifacts
+from workers.cli.pipeline import Pipeline, is_fully_async, queue_text, read_pipeline
 from workers.cli.place import Place
 from workers.cli.server import (
     Failure,
@@ -58,6 +60,7 @@ def show_overview(console: Console, report: dict[str, Any]) -> None:
             cells = (done, str(each["policy_version"]), each["stage"], each["root"])
             runs.add_row(each["run_id"], each["state"], *cells)
         console.print(runs)
+        _show_pipelines(console, report["runs"])
     else:
         console.print("no runs", style="dim")
     rows = [(each["run_id"], actor) for each in report["runs"] for actor in each["actors"]]
@@ -83,6 +86,30 @@ def show_overview(console: Console, report: dict[str, Any]) -> None:
         console.print(f"Temporal: {report['temporal_address']}, {report['temporal_ui']}")
 
 
+def _show_pipelines(console: Console, runs: list[dict[str, Any]]) -> None:
+    """One line a fully async run; nothing when there is none."""
+    table = Table("run", "publication", "queue", "under way", "lag", box=None)
+    for name in ("requeued", "too old", "trainer wait"):
+        table.add_column(name)
+    for each in runs:
+        if each["pipeline"] is None:
+            continue
+        pipeline = Pipeline(**each["pipeline"])
+        waited = pipeline.wait_seconds
+        table.add_row(
+            each["run_id"],
+            pipeline.publication_mode or "?",
+            queue_text(pipeline) or "?",
+            _known(pipeline.owned_groups),
+            f"{each['lag']} of {_known(each['lag_limit'])}",
+            _known(pipeline.requeued_groups),
+            _known(pipeline.stale_groups),
+            "?" if waited is None else f"{waited:.2f} s",
+        )
+    if table.row_count:
+        console.print(table)
+
+
 async def _run(client: Client, run_id: str, place: Place) -> dict[str, Any] | None:
     view = await look(client, run_id)
     if view is None:
@@ -95,6 +122,8 @@ async def _run(client: Client, run_id: str, place: Place) -> dict[str, Any] | No
     state = _state(view, progress, outcome)
     actors = await asyncio.to_thread(_actors, root, is_local=place.stack is not None)
     known = progress or RunProgress()
+    runs_freely = view.is_open and is_fully_async(known)
+    pipeline = await asyncio.to_thread(read_pipeline, root) if runs_freely else None
     done = outcome if isinstance(outcome, RunOutcome) else None
     checkpoint = done.checkpoint if done else known.checkpoint
     return {
@@ -107,6 +136,8 @@ async def _run(client: Client, run_id: str, place: Place) -> dict[str, Any] | No
         "stage": _stage(view, progress, state),
         "reward": known.reward_last,
         "lag": known.lag,
+        "lag_limit": known.plan.max_policy_lag if known.plan else None,
+        "pipeline": asdict(pipeline) if pipeline else None,
         "recoveries": known.recoveries,
         "updates_redone": known.updates_redone,
         "epoch": known.epoch,
@@ -186,3 +217,7 @@ def _processes(stack: StackStatus | None) -> list[dict[str, Any]]:
 
 def _yes(value: bool) -> str:
     return "yes" if value else "no"
+
+
+def _known(value: int | None) -> str:
+    return "?" if value is None else str(value)
