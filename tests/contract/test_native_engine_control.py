@@ -28,8 +28,6 @@ async def test_pause_update_continue(engine: Any, mode: str) -> None:
         await asyncio.sleep(0.01)
     assert (await engine.http.get("/health")).status_code == 200
     await engine.http.post("/abort_request", json={"rid": "gated"})
-    assert (await gated).status_code == 499
-    assert (await gated).json() == {"error": {"message": "Request gated was aborted"}}
     update = {"model_path": str(engine.folders[1]), "weight_version": "v1", "flush_cache": True}
     first = await engine.http.post("/update_weights_from_disk", json=update)
     held = 0 if mode == "abort" else 1
@@ -49,8 +47,11 @@ async def test_pause_update_continue(engine: Any, mode: str) -> None:
         },
     )
     assert not late.done()
+    assert not gated.done()
     resumed = await engine.http.post("/continue_generation")
     assert resumed.json() == {"message": "Generation continued successfully.", "status": "ok"}
+    assert (await gated).status_code == 499
+    assert (await gated).json() == {"error": {"message": "Request gated was aborted"}}
     answer = (await late).json()
     assert answer["meta_info"]["weight_version"] == "v1"
     assert answer["output_ids"] != before["output_ids"]
@@ -63,6 +64,39 @@ async def test_pause_update_continue(engine: Any, mode: str) -> None:
         assert (meta["weight_version"], meta["num_retractions"]) == ("v1", int(mode == "retract"))
     info = (await engine.http.get("/model_info")).json()
     assert (info["weight_version"], info["model_path"]) == ("v1", str(engine.folders[1]))
+
+
+async def test_a_pause_that_aborts_answers_queued_requests_without_tokens(engine: Any) -> None:
+    """Four run, four wait; a client continues all eight under the next weights."""
+    running = [engine.long_call(f"run{number}") for number in range(4)]
+    await engine.until_load(running=4)
+    queued = [engine.long_call(f"que{number}", return_logprob=False) for number in range(4)]
+    await engine.until_load(running=4, waiting=4)
+    assert (await engine.http.post("/pause_generation", json={"mode": "abort"})).status_code == 200
+    partial = [(await call).json() for call in running]
+    for body in partial:
+        assert body["meta_info"]["finish_reason"] == ABORTED
+        assert body["meta_info"]["weight_version"] == "default"
+        logged = [entry[1] for entry in body["meta_info"]["output_token_logprobs"]]
+        assert logged == body["output_ids"] != []
+    for call in queued:
+        answer = await call
+        meta = answer.json()["meta_info"]
+        assert (answer.status_code, answer.json()["output_ids"]) == (200, [])
+        assert meta["finish_reason"] == ABORTED | {"message": "Abort in waiting queue"}
+        assert meta["weight_version"] == "default"
+        assert not {"prompt_tokens", "cached_tokens", "num_retractions"} & set(meta)
+    update = {"model_path": str(engine.folders[1]), "weight_version": "v1", "flush_cache": True}
+    assert (await engine.http.post("/update_weights_from_disk", json=update)).status_code == 200
+    context = engine.body()["input_ids"] + partial[0]["output_ids"]
+    again = asyncio.create_task(
+        engine.http.post("/generate", json=engine.body(rid="again") | {"input_ids": context})
+    )
+    while (await engine.http.get("/server_info")).json()["num_gated_requests"] < 1:
+        await asyncio.sleep(0.01)
+    await engine.http.post("/continue_generation")
+    meta = (await again).json()["meta_info"]
+    assert (meta["weight_version"], meta["prompt_tokens"]) == ("v1", len(context))
 
 
 async def test_update_waits_for_running_requests_and_swaps_outputs(engine: Any) -> None:
@@ -145,5 +179,13 @@ async def test_information_and_metrics(engine: Any) -> None:
     assert "# TYPE sglang:num_running_reqs gauge" in text
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     assert values['perdure_policy_version{model_name="v0"}'] == "17"
-    assert values['sglang:num_queue_reqs{model_name="v0"}'] == "0"
+    for name in ("num_running_reqs", "num_queue_reqs", "token_usage"):
+        assert float(values[f'sglang:{name}{{model_name="v0"}}']) == 0
+    for name in ("gen_throughput", "cache_hit_rate"):
+        assert float(values[f'sglang:{name}{{model_name="v0"}}']) >= 0
     assert int(values['sglang:generation_tokens_total{model_name="v0"}']) > 0
+    # one prompt is computed, the three others copy all of its tokens but the last
+    siblings = {"n": 4, "temperature": 1}
+    await engine.generate(rid="s" * 32, sampling_params=siblings)
+    load = (await engine.http.get("/v1/loads")).json()["loads"][0]
+    assert load["cache_hit_rate"] == pytest.approx(3 * 11 / (4 * 12))

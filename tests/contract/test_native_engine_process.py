@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -50,8 +51,11 @@ def command(folder: Path, *extra: str) -> list[str]:
 
 
 @contextmanager
-def engine(folder: Path, ready: Path, *extra: str) -> Iterator["subprocess.Popen[bytes]"]:
-    process = subprocess.Popen(command(folder, "--ready-file", str(ready), *extra), env=ENVIRONMENT)
+def engine(
+    folder: Path, ready: Path, *extra: str, **environment: str
+) -> Iterator["subprocess.Popen[bytes]"]:
+    told = command(folder, "--ready-file", str(ready), *extra)
+    process = subprocess.Popen(told, env=ENVIRONMENT | environment)
     try:
         yield process
     finally:
@@ -68,11 +72,11 @@ def wait_for_ready(ready: Path) -> dict[str, Any]:
     return dict(json.loads(ready.read_text()))
 
 
-def refusal(*arguments: str, folder: Path) -> str:
+def refusal(*arguments: str, folder: Path, **environment: str) -> str:
     """Stderr of an engine that refuses to start with status 2."""
     done = subprocess.run(
-        command(folder, *arguments), env=ENVIRONMENT, capture_output=True, timeout=DEADLINE_S,
-        text=True, check=False,
+        command(folder, *arguments), env=ENVIRONMENT | environment, capture_output=True,
+        timeout=DEADLINE_S, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
@@ -123,6 +127,64 @@ def test_sigterm_answers_running_requests_within_the_bound(folder: Path, tmp_pat
         assert last["meta_info"]["finish_reason"]["type"] == "abort"
         assert 0 < last["meta_info"]["completion_tokens"] < 90_000
         assert process.wait(DEADLINE_S) == 0
+
+
+DELAY = "PERDURE_ENGINE_STEP_DELAY_MS"
+
+
+@pytest.mark.parametrize("value", ["fast", "", "-1", "nan", "inf"])
+def test_a_step_delay_that_is_none_is_refused(folder: Path, value: str) -> None:
+    message = refusal(folder=folder, **{DELAY: value})
+    assert message.startswith(f"error: {DELAY}={value!r} is no number of milliseconds")
+
+
+def test_a_step_delay_lengthens_every_step_without_work(folder: Path, tmp_path: Path) -> None:
+    with engine(folder, tmp_path / "ready", **{DELAY: "50"}) as process:
+        url = wait_for_ready(tmp_path / "ready")["url"]
+        sampling = {"max_new_tokens": 20, "ignore_eos": True}
+        used = psutil.Process(process.pid).cpu_times()
+        started = time.monotonic()
+        # three prompts decode together: 20 steps, not 60
+        prompts = {"input_ids": [[5, 6], [7, 8], [9]], "sampling_params": sampling}
+        bodies = httpx.post(f"{url}/generate", json=prompts, timeout=DEADLINE_S).json()
+        seconds = time.monotonic() - started
+        now = psutil.Process(process.pid).cpu_times()
+        assert [body["meta_info"]["completion_tokens"] for body in bodies] == [20] * 3
+        assert seconds >= 20 * 0.05
+        assert now.user + now.system - used.user - used.system < seconds / 2
+
+
+def test_a_pause_does_not_wait_for_the_step_delay(folder: Path, tmp_path: Path) -> None:
+    with (
+        engine(folder, tmp_path / "ready", "--weight-version", "4", **{DELAY: "30000"}),
+        ThreadPoolExecutor(2) as pool,
+        httpx.Client(base_url=wait_for_ready(tmp_path / "ready")["url"], timeout=20) as client,
+    ):
+        sampling = {"max_new_tokens": 9, "ignore_eos": True}
+        call = {"input_ids": [5, 6, 7], "sampling_params": sampling, "return_logprob": True}
+        running = pool.submit(client.post, "/generate", json=call)
+        deadline = time.monotonic() + DEADLINE_S
+        while not client.get("/v1/loads").json()["loads"][0]["generated_tokens"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        started = time.monotonic()
+        assert client.post("/pause_generation", json={"mode": "abort"}).status_code == 200
+        body = running.result(DEADLINE_S).json()
+        assert time.monotonic() - started < 10
+        meta = body["meta_info"]
+        assert meta["finish_reason"]["type"] == "abort"
+        assert (len(body["output_ids"]), meta["weight_version"]) == (1, "4")
+        late = pool.submit(client.post, "/generate", json=call | {"rid": "late"})
+        while not client.get("/server_info").json()["num_gated_requests"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        client.post("/update_weight_version", json={"new_version": "5"})
+        client.post("/continue_generation")
+        while not client.get("/v1/loads").json()["loads"][0]["num_running_reqs"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        client.post("/abort_request", json={"rid": "late"})
+        assert late.result(DEADLINE_S).json()["meta_info"]["weight_version"] == "5"
 
 
 def test_engine_ends_with_its_parent(folder: Path, tmp_path: Path) -> None:

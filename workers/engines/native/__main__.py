@@ -24,13 +24,13 @@ SWITCH_INTERVAL_S = 0.0005
 
 def main(arguments: list[str]) -> int:
     """Run an engine until it is told to stop; returns the exit status."""
-    options = parse_options(arguments)
-    if options.exit_with_parent:
-        follow_parent()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    os.environ.setdefault("OMP_NUM_THREADS", str(options.num_threads))
     try:
+        options = parse_options(arguments)
+        if options.exit_with_parent:
+            follow_parent()
+        os.environ.setdefault("OMP_NUM_THREADS", str(options.num_threads))
         shape = read_model_shape(options.model_path)
         safetensor_files(options.model_path)
         listener = bind(options.host, options.port)

@@ -148,6 +148,7 @@ class Core:
             "max_running_requests": scheduler.limits.max_running,
             "token_usage": used / max(capacity, 1),
             "gen_throughput": self._throughput(),
+            "cache_hit_rate": scheduler.cache_hit_rate,
             "generated_tokens": scheduler.generated_tokens,
             "paused": scheduler.paused,
         }

@@ -1,6 +1,7 @@
 """The gate in front of the scheduler: closed by a pause, and by a weight update that waits.
 
-Event loop only. A request counts as inside from ``enter`` to ``leave``.
+Event loop only. A request counts as inside from ``enter`` to ``leave``. One that is aborted while
+it is held hears of that when the gate opens, as with SGLang.
 """
 
 import asyncio
@@ -20,6 +21,7 @@ class Gate:
         self.num_inside = 0
         self._updates = 0
         self._held: dict[str, asyncio.Future[None]] = {}
+        self._aborted: set[str] = set()
         self._changed = asyncio.Event()
 
     @property
@@ -33,14 +35,18 @@ class Gate:
         return len(self._held)
 
     async def enter(self, rid: str) -> None:
-        """Wait until open. Raises PayloadError 499 when the request is aborted meanwhile."""
+        """Wait until open. Raises PayloadError 499 when the request was aborted meanwhile."""
         while not self.is_open:
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._held[rid] = waiter
             try:
                 await waiter
             finally:
-                self._held.pop(rid, None)
+                del self._held[rid]
+                was_aborted = rid in self._aborted
+                self._aborted.discard(rid)
+            if was_aborted:
+                raise PayloadError(GATED_ABORT, 499)
         self.num_inside += 1
 
     def leave(self) -> None:
@@ -49,10 +55,13 @@ class Gate:
         self._changed.set()
 
     def abort(self, rid: str | None) -> None:
-        """Refuse held requests whose id starts with ``rid``; None: all."""
-        for held, waiter in list(self._held.items()):
-            if (rid is None or held.startswith(rid)) and not waiter.done():
-                waiter.set_exception(PayloadError(GATED_ABORT, 499))
+        """Refuse held requests whose id starts with ``rid``, None: all, once the gate opens."""
+        self._aborted |= {held for held in self._held if rid is None or held.startswith(rid)}
+
+    def refuse_all(self) -> None:
+        """Refuse every held request now: the gate will not open again."""
+        self.abort(None)
+        self._wake()
 
     def pause(self) -> None:
         """Close."""
@@ -79,6 +88,9 @@ class Gate:
 
     def _release(self) -> None:
         if self.is_open:
-            for waiter in self._held.values():
-                if not waiter.done():
-                    waiter.set_result(None)
+            self._wake()
+
+    def _wake(self) -> None:
+        for waiter in self._held.values():
+            if not waiter.done():
+                waiter.set_result(None)

@@ -16,6 +16,12 @@ def metrics_text(loads: dict[str, Any], model_name: str, weight_version: str) ->
         ("sglang:token_usage", "gauge", "Share of the KV budget in use", loads["token_usage"]),
         ("sglang:gen_throughput", "gauge", "Output tokens per second", loads["gen_throughput"]),
         (
+            "sglang:cache_hit_rate",
+            "gauge",
+            "Share of the newest prompts' tokens whose KV was copied",
+            loads["cache_hit_rate"],
+        ),
+        (
             "sglang:generation_tokens_total",
             "counter",
             "Output tokens since the start",

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -106,12 +107,28 @@ class ModelThread:
         import torch
 
         busy = False
+        delay_s = self._options.step_delay_s
         with torch.inference_mode():
-            while True:
-                if not self._take_commands(core, wait=not busy):
-                    return
+            while self._take_commands(core, wait=not busy):
+                decoded = core.scheduler.generated_tokens
                 busy = core.scheduler.turn()
+                if delay_s and core.scheduler.generated_tokens != decoded:
+                    self._linger(core, delay_s)
+                    busy = True  # a command may have brought work meanwhile
                 self._flush_events()
+
+    def _linger(self, core: "Core", delay_s: float) -> None:
+        """Let the step that just ended last longer; commands do not wait, a pause ends it."""
+        deadline = time.monotonic() + delay_s
+        while not core.scheduler.paused and (rest := deadline - time.monotonic()) > 0:
+            try:
+                command = self._commands.get(timeout=rest)
+            except queue.Empty:
+                return
+            if command is None:
+                self._commands.put(None)
+                return
+            command(core)
 
     def _take_commands(self, core: "Core", wait: bool) -> bool:
         """Run what is queued; with ``wait`` block for the first. False: stop."""

@@ -1,10 +1,21 @@
-"""Command line of the native engine. Imports no torch, so that a usage error is instant."""
+"""Command line of the native engine. Imports no torch, so that a usage error is instant.
+
+One environment variable is read: ``PERDURE_ENGINE_STEP_DELAY_MS``, milliseconds (default 0) by
+which every decode step is lengthened without using the processor. It changes no token. Benchmarks
+set it (in ``[launch.env]``) to stand for a model that takes longer than the one at hand.
+"""
 
 import argparse
+import math
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from configs.inference import InferenceSection
+from models.errors import ConfigurationError
+
+STEP_DELAY_VARIABLE = "PERDURE_ENGINE_STEP_DELAY_MS"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +39,7 @@ class EngineOptions:
     req_running_timeout_s: float | None
     shutdown_timeout_s: float
     exit_with_parent: bool
+    step_delay_s: float = 0.0
 
 
 def positive_int(text: str) -> int:
@@ -76,5 +88,29 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def parse_options(arguments: list[str]) -> EngineOptions:
-    """Parse the command line. Exits with status 2 on a usage error, as argparse does."""
-    return EngineOptions(**vars(build_parser().parse_args(arguments)))
+    """Parse the command line. Exits with status 2 on a usage error, as argparse does.
+
+    Raises:
+        ConfigurationError: the environment asks for a step delay that is none.
+    """
+    given = vars(build_parser().parse_args(arguments))
+    return EngineOptions(**given, step_delay_s=step_delay_s(os.environ))
+
+
+def step_delay_s(environment: Mapping[str, str]) -> float:
+    """Seconds by which each decode step is lengthened.
+
+    Raises:
+        ConfigurationError: not a finite number of at least 0 milliseconds.
+    """
+    text = environment.get(STEP_DELAY_VARIABLE, "0")
+    try:
+        milliseconds = float(text)
+    except ValueError:
+        milliseconds = math.nan
+    if not 0 <= milliseconds < math.inf:
+        raise ConfigurationError(
+            f"{STEP_DELAY_VARIABLE}={text!r} is no number of milliseconds of at least 0; unset it "
+            "for an engine at full speed"
+        )
+    return milliseconds / 1000

@@ -27,6 +27,8 @@ class Prefill:
         self._decoder, self._cache = decoder, cache
         self._one_by_one = one_by_one
         self._live: dict[tuple[int, ...], dict[str, Request]] = {}
+        self.hit_rate = 0.0
+        """Share of the newest run's context tokens whose KV was copied instead of computed."""
 
     def run(self, picked: list[Request], rows: Rows) -> None:
         """Give every picked request a slot with its context's KV."""
@@ -36,6 +38,8 @@ class Prefill:
             self._compute(batch, rows)
         if followers:
             self._copy(followers, rows)
+        cached = sum(request.cached_tokens for request in picked)
+        self.hit_rate = cached / max(1, sum(request.context_length for request in picked))
 
     def leave(self, request: Request) -> None:
         """``request`` loses its slot and can no longer lend its rows."""

@@ -75,6 +75,11 @@ class Scheduler:
         """KV positions in use."""
         return int(self.rows.column("position").sum()) + len(self.running)
 
+    @property
+    def cache_hit_rate(self) -> float:
+        """Share of the newest admissions' context tokens that a running request lent."""
+        return self._prefill.hit_rate
+
     def add(self, request: Request) -> None:
         """Queue a request; refuses it when the queue is full."""
         free = self.limits.max_running - len(self.running)

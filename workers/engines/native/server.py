@@ -105,7 +105,7 @@ class EngineServer:
             if self._gate.paused:
                 break
             await asyncio.sleep(0.02)
-        self._gate.abort(None)
+        self._gate.refuse_all()
         if self._model.loaded.done():
             await self._model.call(lambda core: core.abort(None))
         self._http.should_exit = True
