@@ -1,0 +1,157 @@
+"""Responses that go on under new weights: a real engine process, checked by transformers."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from activities.rollout.attempt import sampling_seed
+from activities.rollout.policy import ServedPolicy
+from activities.rollout.segments import Response, ResponseTask, SegmentedResponse
+from activities.wire.client import EngineClient
+from activities.wire.contract import SamplingParams
+from activities.wire.engine_pool import EnginePool, Route
+from models.errors import ContractViolation
+from models.sample import FinishReason, TokenSpan
+
+DEADLINE_S = 50.0
+PROMPT = tuple(range(40, 52))
+BUDGET = 500
+TEMPERATURE = 0.8
+TOLERANCE = 1e-4
+Array = np.ndarray[Any, Any]
+
+
+@asynccontextmanager
+async def one_engine(engine: Any) -> AsyncIterator[tuple[EngineClient, Route]]:
+    """The engine on version 0, for control calls and as a group's route."""
+    control = EngineClient(str(engine.http.base_url))
+    await control.update_weights_from_disk(str(engine.folders[0]), 0, DEADLINE_S)
+    pool = EnginePool(partial(EngineClient, vocab_size=320, context_length=4096))
+    await pool.set_engines((control.url,))
+    try:
+        async with pool.reserve(6, timeout_s=DEADLINE_S) as route:
+            yield control, route
+    finally:
+        await pool.aclose()
+        await control.aclose()
+
+
+def response(policy: ServedPolicy, number: int, budget: int = BUDGET) -> SegmentedResponse:
+    task = ResponseTask(
+        where=f"prompt group 0, sample {number}",
+        prompt_token_ids=PROMPT,
+        sampling=SamplingParams(max_new_tokens=budget, ignore_eos=True, temperature=TEMPERATURE),
+        seed=partial(sampling_seed, 17, "train", number),
+        end_token_ids=(),
+        exact=None,
+        routed_experts=True,
+        timeout_s=DEADLINE_S,
+    )
+    return SegmentedResponse(task, policy)
+
+
+class Reference:
+    """What transformers says of a model folder, in float32."""
+
+    def __init__(self, folder: Path) -> None:
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.model = model.eval()
+
+    @torch.no_grad()
+    def score(self, token_ids: list[int]) -> tuple[Array, Array, Array]:
+        """Of T tokens after P of the prompt: log-probs [T], routes [P + T - 1, layers, k], clear.
+
+        A route is clear [P + T - 1, layers] when the next best expert is not within rounding.
+        """
+        fed = torch.tensor([[*PROMPT, *token_ids]])[:, :-1]
+        out = self.model(fed, output_router_logits=True)
+        scores = torch.log_softmax(out.logits[0].double() / TEMPERATURE, -1)
+        chosen = torch.tensor(token_ids).unsqueeze(1)
+        logprobs = scores[len(PROMPT) - 1 :].gather(1, chosen).squeeze(1)
+        best = torch.stack(out.router_logits, 1).topk(3)
+        clear = best.values[..., 1] - best.values[..., 2] > TOLERANCE
+        return logprobs.numpy(), best.indices[..., :2].numpy(), clear.numpy()
+
+
+def check(made: Response, references: dict[int, Reference]) -> None:
+    """Log-probs of each span under its own weights, routes under the last ones."""
+    assert len(made.token_ids) == len(made.logprobs) == BUDGET
+    assert made.finish_reason is FinishReason.LENGTH
+    told = np.array(made.logprobs)
+    for span in made.spans:
+        expected, _, _ = references[span.version].score(made.token_ids)
+        part = slice(span.start, span.end)
+        np.testing.assert_allclose(told[part], expected[part], atol=TOLERANCE, rtol=0)
+        other, _, _ = references[1 - span.version].score(made.token_ids)
+        assert abs(told[part] - other[part]).mean() > 100 * TOLERANCE, "the weights must differ"
+    assert made.routed_experts is not None
+    shape = (len(PROMPT) + BUDGET - 1, 2, 2)
+    routes = np.frombuffer(made.routed_experts, np.int32).reshape(shape)
+    _, expected_routes, clear = references[made.spans[-1].version].score(made.token_ids)
+    assert clear.mean() > 0.99
+    assert (np.sort(routes, -1) == np.sort(expected_routes, -1))[clear].all()
+
+
+async def test_running_and_queued_responses_go_on_under_new_weights(engine: Any) -> None:
+    policy = ServedPolicy(0)
+    async with one_engine(engine) as (control, route), asyncio.timeout(DEADLINE_S):
+        # Four run and two wait in the engine's queue.
+        calls = [asyncio.create_task(response(policy, each).generate(route)) for each in range(6)]
+        await engine.until_load(running=4, waiting=2)
+        policy.begin(1, holds=True)
+        await control.pause("abort")
+        await control.update_weights_from_disk(str(engine.folders[1]), 1, DEADLINE_S)
+        await control.resume()
+        assert not any(call.done() for call in calls)
+        policy.end(1)
+        made = await asyncio.gather(*calls)
+    mixed = [each for each in made if len(each.spans) == 2]
+    fresh = [each for each in made if len(each.spans) == 1]
+    assert (len(mixed), len(fresh)) == (4, 2)
+    for each in mixed:
+        cut = each.spans[0].end
+        assert 0 < cut < BUDGET
+        assert each.spans == [TokenSpan(0, 0, cut), TokenSpan(1, cut, BUDGET)]
+    assert all(each.spans == [TokenSpan(1, 0, BUDGET)] for each in fresh)
+    references = {version: Reference(folder) for version, folder in enumerate(engine.folders)}
+    for each in made:
+        check(each, references)
+
+
+async def test_a_call_that_was_aborted_at_the_gate_is_sent_again(engine: Any) -> None:
+    policy = ServedPolicy(0)
+    async with one_engine(engine) as (control, route), asyncio.timeout(DEADLINE_S):
+        policy.begin(1, holds=False)
+        await control.pause("abort")
+        call = asyncio.create_task(response(policy, 0, budget=8).generate(route))
+
+        async def until_gated() -> None:
+            while (await engine.http.get("/server_info")).json()["num_gated_requests"] != 1:
+                await asyncio.sleep(0.01)
+
+        await until_gated()
+        await control.abort_all()
+        await control.update_weights_from_disk(str(engine.folders[1]), 1, DEADLINE_S)
+        await until_gated()
+        await control.resume()
+        made = await call
+        policy.end(1)
+    assert made.spans == [TokenSpan(1, 0, 8)]
+
+
+async def test_an_abort_without_a_publication_is_fatal(engine: Any) -> None:
+    policy = ServedPolicy(0)
+    async with one_engine(engine) as (control, route), asyncio.timeout(DEADLINE_S):
+        call = asyncio.create_task(response(policy, 3, budget=3000).generate(route))
+        await engine.until_load(running=1)
+        await control.abort_all()
+        with pytest.raises(ContractViolation, match=r"sample 3.*no publication began"):
+            await call
