@@ -14,6 +14,7 @@ import structlog
 from temporalio.client import Client, WorkflowExecutionStatus
 from temporalio.service import RPCError, RPCStatusCode
 
+from activities.background.catalog import BackgroundActivities
 from activities.catalog import ControlActivities, FleetActivities
 from activities.site import Site, spec_of
 from activities.wire.client import EngineClient
@@ -21,7 +22,10 @@ from activities.wire.router_client import RouterClient
 from models.errors import PerdureError
 from models.ports import Tracker
 from workers.fleet import RayFleet
+from workers.fleet.cluster import RayCluster
+from workers.fleet.evaluating import RayEvaluators
 from workers.serving import build_worker, connect_patiently, run_process, serve
+from workers.source_digest import source_digest
 from workers.tracking.fan_out import FanOut
 from workers.tracking.wandb_sink import WandbSink
 from workflows.options import fleet_queue
@@ -45,7 +49,12 @@ async def run_gpu_worker(fleet: RayFleet, tracker: Tracker, fleet_name: str) -> 
     client = await connect_patiently()
     await fleet.join()
     site = Site(fleet=fleet, tracker=tracker, engine=EngineClient, router=RouterClient)
-    activities = [*ControlActivities(site).all(), *FleetActivities(site).all()]
+    background = BackgroundActivities(site, RayEvaluators(RayCluster()).open, source_digest())
+    activities = [
+        *ControlActivities(site).all(),
+        *FleetActivities(site).all(),
+        *background.all(),
+    ]
     reaping = asyncio.create_task(_reap_forever(fleet, client))
     try:
         await serve(build_worker(client, fleet_queue(fleet_name), activities))

@@ -87,10 +87,10 @@ class Stage:
 
     async def histories(self) -> list[WorkflowHistory]:
         """Every history of every start, along continue-as-new, and of what they had evaluated."""
-        found = []
-        evaluations = {order.experiment_id for order in self.evaluators.orders}
-        for experiment_id in sorted(evaluations):
-            found.append(await self.client.get_workflow_handle(experiment_id).fetch_history())
+        evaluations = sorted({order.experiment_id for order in self.evaluators.orders})
+        found = [
+            await self.client.get_workflow_handle(each).fetch_history() for each in evaluations
+        ]
         for handle in self.handles:
             run_id = handle.first_execution_run_id
             while run_id:

@@ -1,5 +1,7 @@
 """The engine actor: an engine server of the back end that the run file names."""
 
+from pathlib import Path
+
 from activities.site import store_of
 from activities.storage import layout
 from configs.run import RunSpec
@@ -16,12 +18,22 @@ class EngineActor(ServerActor):
         return server_command(self._order, self._spec)
 
 
-def server_command(order: ActorOrder, spec: RunSpec) -> ServerCommand:
-    """Command line and environment of the engine back end that ``spec`` names."""
+def server_command(
+    order: ActorOrder, spec: RunSpec, model: Path | None = None, version: int | None = None
+) -> ServerCommand:
+    """Command line and environment of the engine back end that ``spec`` names.
+
+    Args:
+        order: what the engine is made for.
+        spec: the run file.
+        model: folder to serve; default: the prepared model.
+        version: policy version that it serves from the start; default: none that counts.
+    """
     threads = engine_threads(spec, num_cores())
     inference = spec.inference
+    folder = model or store_of(order.run).local_path(layout.PREPARED_MODEL)
     options = [
-        *("--model-path", str(store_of(order.run).local_path(layout.PREPARED_MODEL))),
+        *("--model-path", str(folder)),
         *("--dtype", inference.dtype, "--num-threads", str(threads)),
         *("--max-running-requests", str(inference.max_running_requests)),
         *("--max-queued-requests", str(inference.max_queued_requests)),
@@ -30,4 +42,6 @@ def server_command(order: ActorOrder, spec: RunSpec) -> ServerCommand:
     ]
     if inference.deterministic:
         options.append("--deterministic")
+    if version is not None:
+        options += ["--weight-version", str(version)]
     return module_command(order, spec, f"workers.engines.{inference.engine}", options, threads)

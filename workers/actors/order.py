@@ -22,7 +22,7 @@ class ActorOrder(Frozen):
 
     run: RunRef
     role: str
-    """``trainer``, ``engine``, ``router``, ``producer`` or ``preparation``."""
+    """``trainer``, ``engine``, ``router``, ``producer``, ``preparation`` or ``evaluator``."""
     rank: int = 0
     incarnation: int = 0
     scratch: str
