@@ -132,15 +132,10 @@ async def test_a_call_that_was_aborted_at_the_gate_is_sent_again(engine: Any) ->
         policy.begin(1, holds=False)
         await control.pause("abort")
         call = asyncio.create_task(response(policy, 0, budget=8).generate(route))
-
-        async def until_gated() -> None:
-            while (await engine.http.get("/server_info")).json()["num_gated_requests"] != 1:
-                await asyncio.sleep(0.01)
-
-        await until_gated()
-        await control.abort_all()
+        while (await engine.http.get("/server_info")).json()["num_gated_requests"] != 1:
+            await asyncio.sleep(0.01)
+        await control.abort_all()  # told when the gate opens
         await control.update_weights_from_disk(str(engine.folders[1]), 1, DEADLINE_S)
-        await until_gated()
         await control.resume()
         made = await call
         policy.end(1)
