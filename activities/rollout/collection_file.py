@@ -4,6 +4,7 @@ import hashlib
 import io
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -73,6 +74,18 @@ class GroupIdentity(NamedTuple):
     epoch_id: int
 
 
+class GroupOutcome(NamedTuple):
+    """A group as it stands in a file."""
+
+    identity: GroupIdentity
+    samples: int
+    """Different samples."""
+    scored: int
+    """Those of them with a reward."""
+    times: int
+    """How often the file holds it: more than once is a fault of whoever wrote it."""
+
+
 def write_collection(store: Store, rel: str, groups: Sequence[SampleGroup]) -> str:
     """Write ``groups`` to ``rel`` atomically and return the SHA-256 hex of the file.
 
@@ -103,16 +116,26 @@ def read_collection(store: Store, collection: RolloutCollection) -> list[SampleG
     return groups
 
 
-def read_identities(store: Store, uri: str, sha256: str) -> list[GroupIdentity]:
-    """Which groups the file ``uri`` holds, in hand-out order, without their samples.
+def read_outcomes(store: Store, uri: str, sha256: str) -> list[GroupOutcome]:
+    """What the file ``uri`` holds of each group, in the order of the file, without tokens.
 
     Raises:
         DigestMismatch: the file does not have this ``sha256``.
     """
     data = _committed_bytes(store, uri, sha256)
-    table = pq.read_table(io.BytesIO(data), columns=list(GroupIdentity._fields))
-    columns = (table.column(name).to_pylist() for name in GroupIdentity._fields)
-    return [each for each, _ in groupby(map(GroupIdentity, *columns))]
+    columns = [*GroupIdentity._fields, "sample_index", "reward"]
+    rows = pq.read_table(io.BytesIO(data), columns=columns).to_pydict()
+    held: dict[GroupIdentity, Counter[int]] = {}
+    scored: Counter[GroupIdentity] = Counter()
+    for *identity, sample_index, reward in zip(*(rows[name] for name in columns), strict=True):
+        group = GroupIdentity(*identity)
+        samples = held.setdefault(group, Counter())
+        samples[sample_index] += 1
+        scored[group] += samples[sample_index] == 1 and not math.isnan(reward)
+    return [
+        GroupOutcome(group, len(samples), scored[group], max(samples.values()))
+        for group, samples in held.items()
+    ]
 
 
 def read_samples(store: Store, rel: str) -> list[SampleGroup]:

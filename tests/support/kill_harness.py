@@ -21,7 +21,8 @@ import psutil
 from temporalio.client import Client, WorkflowExecutionStatus
 from temporalio.contrib.pydantic import pydantic_data_converter
 
-from activities.analysis.audit import Fate, audit
+from activities.analysis.audit import audit
+from activities.analysis.lives import Fate
 from activities.storage import layout
 from workers.local_stack import stack_status, stop_stack
 from workers.local_stack.ports import free_port

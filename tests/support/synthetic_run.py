@@ -1,7 +1,8 @@
 """A run without engines and trainer: its files are made by the writers of the real one."""
 
 import hashlib
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 from activities.rollout.collection_file import write_collection
 from activities.rollout.source import PromptSource
@@ -30,6 +31,7 @@ class SyntheticRun:
         self.trained = -1
         """The last update in the trainer."""
         self.trained_sha256 = ""
+        self._saves = 0
         self.source = self.source_at(DataState())
         self.store.write_json(
             layout.WORKFLOW_JSON, {"run_id": self.ref.run_id, "status": "training"}
@@ -58,10 +60,27 @@ class SyntheticRun:
         self.source.forget(self.trained)
         self.source.give_back_from(update)
         draws = self.source.draw(self.batch + dropped)
-        self.source.assign(update, [draw.group_index for draw in draws])
+        tied = [DroppedGroup(draw=draw, reason=TIED) for draw in draws[:dropped]]
+        return self.commit(update, draws[dropped:], tied)
+
+    def commit(
+        self,
+        update: int,
+        kept: Sequence[PromptDraw],
+        dropped: Sequence[DroppedGroup] = (),
+        *,
+        acknowledged: Iterable[int] | None = None,
+    ) -> CollectionManifest:
+        """Write a collection of ``kept``, in that order.
+
+        ``acknowledged`` are the groups that leave the ledger with it, by default those that it
+        keeps or drops; anything else is a fault.
+        """
+        if acknowledged is None:
+            acknowledged = [draw.group_index for draw in (*kept, *(each.draw for each in dropped))]
+        self.source.assign(update, acknowledged)
         after = self.source.snapshot(update)
         uri = layout.collection_parquet(update, self.epoch)
-        kept = draws[dropped:]
         sha256 = write_collection(self.store, uri, [group_of(draw, update) for draw in kept])
         manifest = CollectionManifest(
             collection=RolloutCollection(
@@ -74,7 +93,7 @@ class SyntheticRun:
                     samples=2 * len(kept),
                     prompt_tokens=2 * len(kept),
                     response_tokens=2 * len(kept),
-                    filtered_groups={TIED: dropped} if dropped else {},
+                    filtered_groups=dict(Counter(each.reason for each in dropped)),
                 ),
                 reward_mean=0.5,
                 min_version=update,
@@ -82,7 +101,7 @@ class SyntheticRun:
                 seconds=1.0,
             ),
             data_after=after,
-            dropped=tuple(DroppedGroup(draw=draw, reason=TIED) for draw in draws[:dropped]),
+            dropped=tuple(dropped),
         )
         self.write_manifest(manifest)
         return manifest
@@ -112,7 +131,8 @@ class SyntheticRun:
 
     def checkpoint(self) -> None:
         """Commit what is trained."""
-        token = FenceToken(epoch=self.epoch, update=self.trained + 1, attempt=1)
+        self._saves += 1
+        token = FenceToken(epoch=self.epoch, update=self.trained + 1, attempt=self._saves)
         folder = layout.checkpoint_folder(self.trained, token)
         data = f"state {self.trained} {self.epoch}".encode()
         self.store.write_bytes(f"{folder}/state.json", data)

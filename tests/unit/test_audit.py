@@ -5,10 +5,13 @@ import uuid
 import pytest
 from synthetic_run import TIED, SyntheticRun
 
-from activities.analysis.audit import NOT_RECORDED, Audit, Fate, audit
+from activities.analysis.audit import Audit, audit
+from activities.analysis.books import IN_LEDGER, NOT_RECORDED
+from activities.analysis.lives import Fate
 from activities.storage import layout
 from models.errors import ConfigurationError
 from models.prompt import DataState
+from models.rollout import CollectionManifest
 
 
 @pytest.fixture
@@ -82,7 +85,7 @@ def test_draws_of_an_unfinished_collection_wait_in_the_ledger(run):
     run.checkpoint()
     books = books_of(run)
     assert counts(books) == (11, 8, 0, 3, 0)
-    assert {each.reason for each in books.lives[8:]} == {"waits in the ledger"}
+    assert {each.reason for each in books.lives[8:]} == {IN_LEDGER}
 
 
 def test_a_run_that_has_drawn_nothing(run):
@@ -263,11 +266,19 @@ def test_updates_without_a_step_are_no_double(run):
     assert books_of(run).is_clean
 
 
+def without_names(run: SyntheticRun, manifest: CollectionManifest) -> None:
+    """Rewrite a manifest as it was when drops were counted only."""
+    place = manifest.collection.update, manifest.collection.epoch
+    document = manifest.model_dump(mode="json")
+    del document["dropped"]
+    run.store.write_json(layout.collection_manifest(*place), document)
+
+
 @pytest.mark.parametrize("lost", [0, 1])
 def test_old_manifests_count_drops_without_naming_them(run, lost):
     for update in range(2):
         manifest = run.collect(update, dropped=2)
-        run.write_manifest(manifest.model_copy(update={"dropped": ()}))
+        without_names(run, manifest)
         run.train(manifest)
     if lost:
         run.source.draw(1)
@@ -286,12 +297,21 @@ def test_unnamed_drops_of_two_reasons_leave_the_reason_open(run):
     both = {TIED: 1, "verifier_error": 1}
     counted = manifest.collection.counts.model_copy(update={"filtered_groups": both})
     collection = manifest.collection.model_copy(update={"counts": counted})
-    old = manifest.model_copy(update={"dropped": (), "collection": collection})
-    run.write_manifest(old)
+    old = manifest.model_copy(update={"collection": collection})
+    without_names(run, old)
     run.train(old)
     books = books_of(run)
     assert books.prompts_dropped == both
     assert [life.reason for life in books.lives[:2]] == [NOT_RECORDED] * 2
+
+
+def test_a_drop_that_a_manifest_counts_and_does_not_name_excuses_nobody(run):
+    manifest = run.collect(0, dropped=2)
+    run.write_manifest(manifest.model_copy(update={"dropped": manifest.dropped[:1]}))
+    run.train(manifest)
+    books = books_of(run)
+    assert [life.fate for life in books.lives[:2]] == [Fate.DROPPED, Fate.MISSING]
+    assert not books.is_clean
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut"])

@@ -5,7 +5,8 @@ import json
 import pytest
 from synthetic_run import TIED, SyntheticRun
 
-from activities.analysis.audit import Fate, audit
+from activities.analysis.audit import audit
+from activities.analysis.lives import Fate
 from activities.rollout.collection_file import read_collection
 from activities.storage import layout
 from models.ids import FenceToken
@@ -48,6 +49,9 @@ def test_json_of_a_clean_run(run, capsys):
         "prompts_dropped": {TIED: 3},
         "prompts_missing": 0,
         "prompts_doubled": 0,
+        "prompts_requeued": 0,
+        "prompts_stale": 0,
+        "prompts_overtaken": 0,
         "verdict": "accounted for: 19 prompts drawn, none missing, none doubled; "
         "4 updates, each applied once",
     }
@@ -87,7 +91,9 @@ def test_lives_are_shown_up_to_the_limit_the_wrong_ones_first(run, capsys):
     lines = [line.split() for line in out.splitlines()]
     assert [line[0] for line in lines[1:6]] == ["8", "9", "10", "11", "0"]
     (first,) = run.source_at(DataState()).draw(1)
-    assert " ".join(lines[5]) == f"0 {first.prepared_sample_id} 0 trained update 0, version 1"
+    assert (
+        " ".join(lines[5]) == f"0 {first.prepared_sample_id} 0 trained trained update 0, version 1"
+    )
     assert "7 more: raise --limit" in out
     report = json.loads(answer(capsys, run.store.root, "--prompts", "--limit", "5", "--json")[1])
     assert [life["group_index"] for life in report["prompts"]] == [8, 9, 10, 11, 0]

@@ -17,7 +17,7 @@ def audit(
     """Account for every prompt drawn: trained, dropped, pending or missing.
 
     Reads files only, so the run may be over, killed or going on. Exit code 1 when a prompt is
-    missing or doubled, or an update was applied twice or left no samples to read.
+    missing or consumed twice, or an update was applied twice or left no samples to read.
     """
     # pyarrow and fsspec are slow to import; other verbs do without them.
     from activities.analysis.audit import audit as audit_root

@@ -6,7 +6,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from activities.analysis.audit import Audit, Fate, PromptLife
+from activities.analysis.audit import Audit
+from activities.analysis.lives import Fate, PromptLife
 
 
 def as_json(books: Audit) -> dict[str, Any]:
@@ -24,10 +25,18 @@ def as_json(books: Audit) -> dict[str, Any]:
         "prompts_dropped": books.prompts_dropped,
         "prompts_missing": books.count(Fate.MISSING),
         "prompts_doubled": books.prompts_doubled,
+        "prompts_requeued": _count(books, "requeues"),
+        "prompts_stale": _count(books, "stale"),
+        "prompts_overtaken": books.overtaken,
         "cursor": books.cursor,
         "notes": list(books.notes),
         "verdict": books.verdict,
     }
+
+
+def _count(books: Audit, counter: str) -> int:
+    """Prompts whose ``requeues`` or ``stale`` is above 0."""
+    return sum(getattr(life, counter) > 0 for life in books.lives)
 
 
 def show(console: Console, books: Audit) -> None:
@@ -36,14 +45,16 @@ def show(console: Console, books: Audit) -> None:
     fates.add_column("prompts", justify="right")
     fates.add_column("", overflow="fold")
     fates.add_row("drawn", str(len(books.lives)), f"by {books.cursor}")
-    redone = f", {books.updates_redone} redone after a rebuild" if books.updates_redone else ""
-    fates.add_row("trained", str(books.count(Fate.TRAINED)), f"in {books.updates} updates{redone}")
+    fates.add_row("trained", str(books.count(Fate.TRAINED)), _trained(books))
     for reason, count in books.prompts_dropped.items():
         fates.add_row("dropped", str(count), Text(reason))
     for reason, count in _pending(books).items():
         fates.add_row("pending", str(count), reason)
     fates.add_row("missing", str(books.count(Fate.MISSING)), "")
     fates.add_row("doubled", str(books.prompts_doubled), "")
+    for counter, why in (("requeues", "an attempt failed"), ("stale", "they were too old")):
+        if count := _count(books, counter):
+            fates.add_row("sampled again", str(count), why)
     if books.run_id:
         console.print(books.run_id, markup=False)
     console.print(fates)
@@ -51,6 +62,15 @@ def show(console: Console, books: Audit) -> None:
         console.print(f"note: {note}", style="dim", markup=False, soft_wrap=True)
     style = "green" if books.is_clean else "red"
     console.print(books.verdict, style=style, markup=False, soft_wrap=True)
+
+
+def _trained(books: Audit) -> str:
+    text = f"in {books.updates} updates"
+    if books.updates_redone:
+        text += f", {books.updates_redone} redone after a rebuild"
+    if books.overtaken:
+        text += f"; {books.overtaken} before others that were drawn earlier"
+    return text
 
 
 def _pending(books: Audit) -> dict[str, int]:
@@ -63,23 +83,19 @@ def _pending(books: Audit) -> dict[str, int]:
 
 def chosen(books: Audit, limit: int) -> list[PromptLife]:
     """At most ``limit`` lives; those that are missing or doubled come first."""
-
-    def is_fine(life: PromptLife) -> bool:
-        return life.fate is not Fate.MISSING and len(life.trained) < 2
-
-    return sorted(books.lives, key=is_fine)[:limit]
+    return sorted(books.lives, key=lambda life: not life.is_wrong)[:limit]
 
 
 def show_lives(console: Console, books: Audit, shown: list[PromptLife]) -> None:
     """A row a prompt, and how many are not shown."""
-    table = Table("group", "sample", "pass", "fate", box=None)
+    table = Table("group", "sample", "pass", "fate", "reached", box=None)
     table.add_column("", overflow="fold")
     for life in shown:
         sample = life.prepared_sample_id or "?"
         epoch = "?" if life.epoch_id is None else str(life.epoch_id)
         # As text: in markup ":train:" is an emoji.
-        cells = (str(life.group_index), sample, epoch, life.fate.value, _story(life))
-        table.add_row(*map(Text, cells))
+        cells = (str(life.group_index), sample, epoch, life.fate.value, life.reached.value)
+        table.add_row(*map(Text, (*cells, _story(life))))
     console.print(table)
     left = len(books.lives) - len(shown)
     if left:
@@ -92,8 +108,13 @@ def _story(life: PromptLife) -> str:
         for update, version in life.trained
     ]
     parts += [life.reason] if life.reason else []
+    if life.scored < life.samples:
+        parts.append(f"{life.samples - life.scored} of {life.samples} samples without a reward")
+    if life.doubled:
+        parts.append(f"DOUBLED: in collections {life.consumed}")
     parts += [f"undone in update {update} of epoch {epoch}" for update, epoch in life.abandoned]
-    parts += [f"requeued {life.requeues} times"] if life.requeues else []
+    parts += [f"sampled again after {life.requeues} failures"] if life.requeues else []
+    parts += [f"sampled again {life.stale} times for age"] if life.stale else []
     return "; ".join(parts)
 
 
@@ -107,5 +128,11 @@ def life_json(life: PromptLife) -> dict[str, Any]:
         "reason": life.reason,
         "trained": [{"update": u, "policy_version": version} for u, version in life.trained],
         "undone": [{"update": u, "epoch": epoch} for u, epoch in life.abandoned],
+        "reached": life.reached.value,
+        "samples": life.samples,
+        "scored": life.scored,
+        "consumed_by": life.consumed,
+        "doubled": life.doubled,
         "requeues": life.requeues,
+        "stale": life.stale,
     }
