@@ -192,14 +192,10 @@ def dropped_twice(run: SyntheticAsyncRun, chance: random.Random) -> int:
 
 def drawn_twice(run: SyntheticAsyncRun, chance: random.Random) -> int:
     """The cursor moves a row back while the numbers go on."""
-    run.claim()
+    run.submit(MOST_OWNED)  # so that there is a row to go back to
     state = run.source.snapshot(run.trained)
-    if state.sample_offset == 0:
-        run.submit()
-        run.claim()
-        state = run.source.snapshot(run.trained)
-    moved = state.model_copy(update={"sample_offset": state.sample_offset - 1})
-    run.source = run.source_at(moved)
+    run.forget_groups()
+    run.source = run.source_at(state.model_copy(update={"sample_offset": state.sample_offset - 1}))
     run.submit(len(state.pending) + 1)
     return state.sample_group_index
 

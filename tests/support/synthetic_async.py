@@ -54,21 +54,21 @@ class SyntheticAsyncRun(SyntheticRun):
         return self.commit(update, kept, listed)
 
     def claim(self) -> None:
-        """Take a new epoch: the producer gives back all that is in no collection."""
-        owed = [*self.making, *self.finished, *(each.draw for each in self.unlisted)]
-        self._drop_everything()
-        self.source.requeue(sorted(draw.group_index for draw in owed), failed=False)
+        """Take a new epoch: finished groups stay, unfinished ones are given back."""
+        making, self.making = self.making, []
+        self.source.requeue(sorted(draw.group_index for draw in making), failed=False)
         super().claim()
 
     def lose_trainer(self) -> None:
         """Also ends the producer."""
-        self._drop_everything()
+        self.forget_groups()
         super().lose_trainer()
 
     def lose_producer(self) -> None:
         """What it held is gone; what it had drawn is drawn again."""
-        self._drop_everything()
+        self.forget_groups()
         super().lose_producer()
 
-    def _drop_everything(self) -> None:
+    def forget_groups(self) -> None:
+        """The process that held them is gone."""
         self.making, self.finished, self.unlisted = [], [], []
