@@ -66,11 +66,12 @@ def test_a_kept_line_that_cannot_be_read_is_named(line: str) -> None:
 def test_what_the_native_engine_serves_is_read_back() -> None:
     loads = {
         "num_running_reqs": 3, "num_waiting_reqs": 2, "num_used_tokens": 70, "token_usage": 0.5,
-        "gen_throughput": 41.5, "generated_tokens": 900, "paused": False,
+        "gen_throughput": 41.5, "cache_hit_rate": 0.75, "generated_tokens": 900, "paused": False,
     }  # fmt: skip
     series = kept_series(metrics_text(loads, 'folder "x"', "4"))
     assert {each.name: each.value for each in series} == {
         "num_running_reqs": 3, "num_queue_reqs": 2, "token_usage": 0.5, "gen_throughput": 41.5,
+        "cache_hit_rate": 0.75,
     }  # fmt: skip
     assert series[0].labels == {"model_name": 'folder "x"'}
 
