@@ -2,10 +2,12 @@
 
 import asyncio
 import time
+from collections.abc import Awaitable
 from typing import Any
 
 import structlog
 
+from activities.healing import beside_healing
 from activities.heartbeat import beating
 from activities.site import Site, spec_of, store_of
 from activities.storage import layout
@@ -24,21 +26,22 @@ async def checkpoint(site: Site, request: CheckpointRequest, token: FenceToken) 
 
     A repeated call finds what an earlier attempt committed. ``StorageFull`` leaves the previous
     checkpoint the newest one, so the run can be resumed from it. The timing row's details tell when
-    the trainer wrote, ``trainer_write: {started_unix, seconds}``: engines serve meanwhile.
+    the trainer wrote, ``trainer_write: {started_unix, seconds}``: engines serve meanwhile, and in a
+    fully async run they are kept alive, see ``healing.beside_healing``.
     """
     store = store_of(request.run)
     spec = await asyncio.to_thread(spec_of, request.run)
     details: dict[str, Any] = {}
-    async with timed(store, "checkpoint", request.update, details):
+
+    def save() -> Awaitable[CheckpointRef]:
+        return _commit_and_retain(site, store, request, token, spec.core, details)
+
+    async with (
+        site.reports.flowing(request.run, site.fleet.producer(request.run), site.tracker),
+        timed(store, "checkpoint", request.update, details),
+    ):
         return await beating(
-            _commit_and_retain(
-                site,
-                store,
-                request,
-                token,
-                spec.core,
-                details,
-            ),
+            beside_healing(site, request.run, token, spec, save),
             f"checkpoint {request.update}",
         )
 

@@ -17,15 +17,12 @@ async def collect(site: Site, request: CollectRequest, token: FenceToken) -> Rol
     run = request.run
     spec = await asyncio.to_thread(spec_of, run)
     producer = site.fleet.producer(run)
-    async with timed(store_of(run), "generation_wait", request.update):
+    async with (
+        site.reports.flowing(run, producer, site.tracker),
+        timed(store_of(run), "generation_wait", request.update),
+    ):
         collection = await beating(
-            with_healing(
-                site,
-                run,
-                token,
-                spec.inference.update_timeout_s,
-                lambda: producer.collect(token, request),
-            ),
+            with_healing(site, run, token, spec, lambda: producer.collect(token, request)),
             f"collect {request.update}",
             producer.progress,
             stalled=ProducerLost,

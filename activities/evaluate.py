@@ -19,15 +19,12 @@ async def evaluate(site: Site, request: EvaluateRequest, token: FenceToken) -> E
     producer = site.fleet.producer(run)
     store = store_of(run)
     rollout_id = request.update - 1 if request.update > 0 else None
-    async with timed(store, "evaluation", rollout_id, {"phase": request.phase}):
+    async with (
+        site.reports.flowing(run, producer, site.tracker),
+        timed(store, "evaluation", rollout_id, {"phase": request.phase}),
+    ):
         report = await beating(
-            with_healing(
-                site,
-                run,
-                token,
-                spec.inference.update_timeout_s,
-                lambda: producer.evaluate(token, request),
-            ),
+            with_healing(site, run, token, spec, lambda: producer.evaluate(token, request)),
             f"evaluate {request.update}",
             producer.progress,
             stalled=ProducerLost,

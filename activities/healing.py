@@ -1,88 +1,237 @@
-"""Keeping engines alive under a long call: a dead one is replaced, loaded, verified, routed to."""
+"""Keeping engines alive under a long call: a dead one is replaced, loaded, verified, routed to.
+
+Dead means: its process ended, or the router of a fully async run does not route to it although it
+lives, because it hangs or says that it serves other weights. A router that died is replaced with
+the engines; it starts without a table and gets one.
+
+Two workers may heal one run at once, each with its own lock. Both start engines under the same
+actor names, of which the cluster keeps one: the later start ends the earlier one, whose worker then
+follows the name to the survivor. Work is wasted, nothing is served that was not verified.
+"""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from typing import Any, TypeVar
 
 import structlog
 
-from activities.loading import load_engine
+from activities.loading import LoadOrder, load_engines
+from activities.routing import route, router_state
 from activities.site import Site
-from models.errors import ContractViolation, EngineLost, ServiceUnreachable
+from configs.run import RunSpec
+from models.errors import ContractViolation, EngineLost, PerdureError, ServiceUnreachable
 from models.ids import FenceToken, RunRef
 from models.ports import EngineHandle
+from models.publication import WeightsRef
+from models.routing import EngineState
+
+LOOK_EVERY_S = 3.0
+"""Time between looks at what the router thinks of its engines: it tells nobody by itself."""
 
 _log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 
 
+async def restart_engines(site: Site, run: RunRef, token: FenceToken) -> tuple[EngineHandle, ...]:
+    """Replace dead engines, those that the router does not use any more, and a dead router.
+
+    Returns the engines that need the current weights.
+
+    Raises:
+        StaleFence: the token's epoch does not own the run's root any more.
+        EngineLost: a replacement did not start.
+    """
+    given_up = await _given_up(site, run)
+    if given_up:
+        _log.warning("the router gave engines up, replacing them", engines=given_up)
+        await site.fleet.replace_engines(token, run, given_up)
+    return await site.fleet.heal_engines(token, run)
+
+
 async def heal(site: Site, run: RunRef, token: FenceToken, timeout_s: float) -> None:
-    """Respawn dead engines, give them the exported weights, and route to all that live.
+    """Restart what is dead, give it the exported weights, and route to all that live.
 
     Nothing is loaded before the first publication; that one loads every engine anyway.
 
     Raises:
         EngineLost: a replacement could not be made to serve the exported weights.
+        StaleFence: the token's epoch does not own the run's root any more.
     """
-    fresh = await site.fleet.heal_engines(token, run)
-    if not fresh:
-        return
+    fresh = await restart_engines(site, run, token)
     weights = await site.fleet.trainer(run).exported()
     if weights is None:
         return
-    _log.info("loading replaced engines", engines=[engine.name for engine in fresh])
+    engines = await site.fleet.engines(run)
+    unsure = await _unsure(site, run, engines, fresh, weights)
+    if not unsure:
+        return
+    _log.info("loading engines", engines=[engine.name for engine in unsure])
+    order = LoadOrder(run, token, weights, timeout_s)
     try:
-        await asyncio.gather(*(load_engine(site, engine, weights, timeout_s) for engine in fresh))
+        await load_engines(site, order, unsure)
     except (ContractViolation, ServiceUnreachable) as error:
         raise EngineLost(f"a replaced engine does not serve: {error}") from error
-    await route(site, run, token)
-
-
-async def route(site: Site, run: RunRef, token: FenceToken) -> tuple[EngineHandle, ...]:
-    """Send the producer's requests to exactly the live engines, and return those."""
-    engines = await site.fleet.engines(run)
-    urls = tuple(engine.url for engine in engines)
-    await site.fleet.producer(run).set_engines(token, urls)
-    return engines
+    await route(site, run, token, engines, weights)
 
 
 async def with_healing(
-    site: Site,
-    run: RunRef,
-    token: FenceToken,
-    timeout_s: float,
-    call: Callable[[], Awaitable[T]],
+    site: Site, run: RunRef, token: FenceToken, spec: RunSpec, call: Callable[[], Awaitable[T]]
 ) -> T:
     """Await ``call`` of the producer while every engine that dies is replaced.
 
     Engines that died while nobody listened are replaced first. Raises what ``call`` raises, or
     ``EngineLost`` when a replacement fails; ``call`` is cancelled then.
     """
-    one_heal_at_a_time = asyncio.Lock()
-
-    async def repair() -> None:
-        async with one_heal_at_a_time:
-            await heal(site, run, token, timeout_s)
+    healer = _Healer(site, run, token, spec)
 
     async def work() -> T:
-        await repair()
+        await healer.repair()
         return await call()
-
-    async def watch(deaths: AsyncIterator[str]) -> None:
-        async for name in deaths:
-            _log.warning("engine died", engine=name, run=run.run_id)
-            await repair()
 
     async with site.fleet.engine_deaths(run) as deaths:
         working = asyncio.create_task(work())
-        watching = asyncio.create_task(watch(deaths))
+        watching = asyncio.create_task(healer.watch(deaths))
         try:
             await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
             if watching.done() and not working.done():
                 watching.result()
             return await working
         finally:
-            working.cancel()
-            watching.cancel()
-            await asyncio.gather(working, watching, return_exceptions=True)
+            await _end(working, watching)
+
+
+async def beside_healing(
+    site: Site, run: RunRef, token: FenceToken, spec: RunSpec, call: Callable[[], Awaitable[T]]
+) -> T:
+    """Await ``call``, which needs no engine itself, and keep engines alive for who works meanwhile.
+
+    That is the producer of a fully async run; without one this is ``call`` alone. ``call`` is never
+    ended because of an engine: a failed heal is logged and tried again at the next death, and every
+    stage that needs engines heals before all else and raises what fails there. A heal that runs
+    when ``call`` returns is waited for, since the next stage would have to start it anew.
+    """
+    if not spec.fully_async:
+        return await call()
+    healer = _Healer(site, run, token, spec)
+    keeping = asyncio.create_task(healer.keep())
+    try:
+        result = await call()
+        await healer.settled()
+        return result
+    finally:
+        await _end(keeping)
+
+
+class _Healer:
+    """Heals a run's engines one heal at a time, for as long as an activity runs."""
+
+    def __init__(self, site: Site, run: RunRef, token: FenceToken, spec: RunSpec) -> None:
+        self._site, self._run, self._token = site, run, token
+        self._timeout_s = spec.inference.update_timeout_s
+        self._look_every_s = LOOK_EVERY_S if spec.fully_async else None
+        self._one_at_a_time = asyncio.Lock()
+
+    async def repair(self) -> None:
+        """``heal``, after the one that runs."""
+        async with self._one_at_a_time:
+            await heal(self._site, self._run, self._token, self._timeout_s)
+
+    async def settled(self) -> None:
+        """Return when no heal runs."""
+        async with self._one_at_a_time:
+            return
+
+    async def watch(self, deaths: AsyncIterator[str]) -> None:
+        """Repair at every death, and whenever the router has given up an engine that lives."""
+        async with aclosing(self._losses(deaths)) as losses:
+            async for name in losses:
+                _log.warning("engine lost", engine=name, run=self._run.run_id)
+                await self.repair()
+
+    async def keep(self) -> None:
+        """``watch``, from a first repair on, whatever of it fails."""
+        try:
+            async with (
+                self._site.fleet.engine_deaths(self._run) as deaths,
+                aclosing(self._losses(deaths)) as losses,
+            ):
+                await self._tried()
+                async for name in losses:
+                    _log.warning("engine lost", engine=name, run=self._run.run_id)
+                    await self._tried()
+        except PerdureError as error:
+            _log.warning("engines are not watched any more", reason=error.message)
+
+    async def _tried(self) -> None:
+        try:
+            await self.repair()
+        except PerdureError as error:
+            _log.warning("engines are not healed, the next stage tries again", reason=error.message)
+
+    async def _losses(self, deaths: AsyncIterator[str]) -> AsyncGenerator[str, None]:
+        """Names of what died, and of engines that the router gave up."""
+        dying = asyncio.ensure_future(anext(deaths))
+        try:
+            while True:
+                await asyncio.wait({dying}, timeout=self._look_every_s)
+                if dying.done():
+                    yield dying.result()
+                    dying = asyncio.ensure_future(anext(deaths))
+                    continue
+                for name in await _given_up(self._site, self._run):
+                    yield name
+        finally:
+            await _end(dying)
+
+
+async def _given_up(site: Site, run: RunRef) -> tuple[str, ...]:
+    """Names of live engines that the router will not route to again by itself."""
+    state = await router_state(site, run)
+    rows = () if state is None else state.engines
+    given_up = {
+        (row.engine.name, row.engine.incarnation)
+        for row in rows
+        if row.engine.state is EngineState.UNAVAILABLE
+        or (row.engine.state is EngineState.SERVING and not row.routable)
+    }
+    if not given_up:
+        return ()
+    live = await site.fleet.engines(run)
+    return tuple(each.name for each in live if (each.name, each.incarnation) in given_up)
+
+
+async def _unsure(
+    site: Site,
+    run: RunRef,
+    engines: Sequence[EngineHandle],
+    fresh: Sequence[EngineHandle],
+    weights: WeightsRef,
+) -> list[EngineHandle]:
+    """Engines to load or verify: the fresh ones, and those that the router does not route to.
+
+    Without a router the producer keeps what it was told, so the fresh ones are all there is.
+    """
+    if await site.fleet.router(run) is None:
+        return list(fresh)
+    state = await router_state(site, run)
+    rows = () if state is None else state.engines
+    known = {
+        (row.engine.name, row.engine.incarnation, row.engine.url)
+        for row in rows
+        if row.routable
+        and (row.engine.version, row.engine.digest) == (weights.version, weights.digest)
+    }
+    return [
+        engine
+        for engine in engines
+        if engine in fresh or (engine.name, engine.incarnation, engine.url) not in known
+    ]
+
+
+async def _end(*tasks: "asyncio.Future[Any]") -> None:
+    """Cancel ``tasks`` and wait until they have ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,91 +1,174 @@
-"""Bringing one engine to one policy version, confirmed by version and digest of live tensors."""
+"""Bringing one engine to one policy version, confirmed by version and digest of live tensors.
 
-import contextlib
+::
+
+    inspect -> pause -> load -> verify -> resume
+       |                                    ^
+       +---- serves these very weights -----+
+
+An engine that fails on the way stays paused and is never opened again: it must not generate with
+weights that nobody confirmed.
+"""
+
+import asyncio
 import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
+from enum import StrEnum
 
-from activities.site import EngineControl, Site
+from activities.site import Site, store_of
+from activities.storage.lease import require_epoch
 from activities.wire.digest import weights_digest
-from models.errors import ContractViolation, DigestMismatch
+from models.errors import ContractViolation, DigestMismatch, ServiceUnreachable
+from models.ids import FenceToken, RunRef
 from models.ports import EngineHandle
-from models.publication import EngineConfirmation, WeightsRef
+from models.publication import EngineConfirmation, EngineFailure, WeightsRef
 
 
 @dataclass(frozen=True, slots=True)
-class EngineLoad:
-    """What it took to bring an engine to a version."""
+class LoadOrder:
+    """Which weights the engines of ``run`` shall serve, and on whose behalf."""
 
-    confirmation: EngineConfirmation
-    repeated: bool
-    """The engine served exactly these weights already."""
-    pause_seconds: float
-    load_seconds: float
+    run: RunRef
+    token: FenceToken
+    weights: WeightsRef
+    timeout_s: float
+    """Seconds for the phases up to ``verify`` together."""
 
 
-async def load_engine(
-    site: Site, engine: EngineHandle, weights: WeightsRef, timeout_s: float
-) -> EngineLoad:
-    """Make ``engine`` serve ``weights``; nothing moves when it does so already.
+class Phase(StrEnum):
+    """The phases of an update, in their order."""
 
-    An engine that fails here stays paused: it must not generate with weights that nobody confirmed.
+    INSPECT = "inspect"
+    PAUSE = "pause"
+    LOAD = "load"
+    VERIFY = "verify"
+    RESUME = "resume"
 
-    Raises:
-        ServiceUnreachable: it did not answer in time.
-        ContractViolation: it refused, or its version or digest differs afterwards.
-    """
-    client = site.engine(engine.url)
-    async with contextlib.aclosing(client):
-        started = time.monotonic()
-        if await _serves(client, weights):
-            # An earlier attempt may have died between loading and resuming.
-            await client.resume()
-            return EngineLoad(_confirmed(engine, weights, started), True, 0.0, 0.0)
-        await client.pause("abort")
-        paused = time.monotonic()
-        await client.update_weights_from_disk(weights.path, weights.version, timeout_s)
-        await _verify(client, engine, weights)
-        loaded = time.monotonic()
-        await client.resume()
-        return EngineLoad(
-            _confirmed(engine, weights, started), False, paused - started, loaded - paused
+
+class EngineUpdate:
+    """One engine on its way to the weights of an order. Used once; close it afterwards."""
+
+    def __init__(self, site: Site, order: LoadOrder, engine: EngineHandle) -> None:
+        self.engine = engine
+        self.repeated = False
+        """The engine served exactly these weights already; then it is only resumed."""
+        self.failure: EngineFailure | None = None
+        self.error: ContractViolation | ServiceUnreachable | None = None
+        self._order = order
+        self._client = site.engine(engine.url)
+        self._started = time.monotonic()
+        self._deadline = asyncio.get_running_loop().time() + order.timeout_s
+        self._steps: dict[Phase, Callable[[], Awaitable[None]]] = {
+            Phase.INSPECT: self._inspect,
+            Phase.PAUSE: lambda: self._client.pause("abort"),
+            Phase.LOAD: self._load,
+            Phase.VERIFY: self._verify,
+            Phase.RESUME: self._client.resume,
+        }
+
+    @property
+    def confirmation(self) -> EngineConfirmation:
+        """What the engine was confirmed to serve."""
+        weights = self._order.weights
+        return EngineConfirmation(
+            engine=self.engine.name,
+            version=weights.version,
+            digest=weights.digest,
+            seconds=time.monotonic() - self._started,
         )
 
+    async def take(self, phase: Phase) -> None:
+        """Do one phase; what would move nothing is skipped.
 
-async def _serves(client: EngineControl, weights: WeightsRef) -> bool:
-    if await _served_version(client) != weights.version:
-        return False
-    return await _digest(client) == weights.digest
+        Raises:
+            ServiceUnreachable: no answer within the order's deadline.
+            ContractViolation: the engine refused, or its version or digest differs.
+            StaleFence: (load) another epoch owns the run's root.
+        """
+        if self.repeated and phase is not Phase.RESUME:
+            return
+        # Resuming is bounded by the call itself: it comes after the waits for other engines.
+        deadline = None if phase is Phase.RESUME else self._deadline
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._steps[phase]()
+        except TimeoutError as error:
+            raise ServiceUnreachable(
+                f"{self._who}: no end of {phase} within {self._order.timeout_s:g} s of the update"
+            ) from error
 
+    async def attempt(self, phase: Phase) -> None:
+        """``take``, with an engine's failure kept in ``error`` and ``failure``, not raised."""
+        try:
+            await self.take(phase)
+        except (ContractViolation, ServiceUnreachable) as error:
+            self.error = error
+            self.failure = EngineFailure(
+                engine=self.engine.name,
+                incarnation=self.engine.incarnation,
+                phase=phase.value,
+                error=error.message,
+            )
 
-async def _verify(client: EngineControl, engine: EngineHandle, weights: WeightsRef) -> None:
-    version = await _served_version(client)
-    if version != weights.version:
-        raise ContractViolation(
-            f"{engine.name} at {engine.url} serves version {version} after loading version "
-            f"{weights.version}"
+    async def aclose(self) -> None:
+        """Close the connections."""
+        await self._client.aclose()
+
+    @property
+    def _who(self) -> str:
+        return f"{self.engine.name} at {self.engine.url}"
+
+    async def _inspect(self) -> None:
+        weights = self._order.weights
+        if await self._version() == weights.version:
+            self.repeated = await self._digest() == weights.digest
+
+    async def _load(self) -> None:
+        # Engines take no fence token, so a caller that lost its epoch must stop itself.
+        order = self._order
+        await asyncio.to_thread(require_epoch, store_of(order.run), order.token.epoch)
+        await self._client.update_weights_from_disk(
+            order.weights.path, order.weights.version, order.timeout_s
         )
-    digest = await _digest(client)
-    if digest != weights.digest:
-        raise DigestMismatch(
-            f"{engine.name} at {engine.url}: weights of version {version} have digest {digest}, "
-            f"the trainer exported {weights.digest}"
-        )
+
+    async def _verify(self) -> None:
+        weights = self._order.weights
+        version = await self._version()
+        if version != weights.version:
+            raise ContractViolation(
+                f"{self._who} serves version {version} after loading version {weights.version}"
+            )
+        digest = await self._digest()
+        if digest != weights.digest:
+            raise DigestMismatch(
+                f"{self._who}: weights of version {version} have digest {digest}, the trainer "
+                f"exported {weights.digest}"
+            )
+
+    async def _version(self) -> int | None:
+        """The policy version that the engine says it serves; None for a foreign string."""
+        version = str((await self._client.model_info()).get("weight_version", ""))
+        return int(version) if version.isdecimal() else None
+
+    async def _digest(self) -> str:
+        return weights_digest(await self._client.checksums())
 
 
-async def _served_version(client: EngineControl) -> int | None:
-    """The policy version that the engine says it serves; None for a foreign version string."""
-    version = str((await client.model_info()).get("weight_version", ""))
-    return int(version) if version.isdecimal() else None
+async def load_engine(site: Site, order: LoadOrder, engine: EngineHandle) -> EngineConfirmation:
+    """Make ``engine`` serve the weights of ``order``, all phases in a row. Raises as ``take``."""
+    async with aclosing(EngineUpdate(site, order, engine)) as update:
+        for phase in Phase:
+            await update.take(phase)
+        return update.confirmation
 
 
-async def _digest(client: EngineControl) -> str:
-    return weights_digest(await client.checksums())
-
-
-def _confirmed(engine: EngineHandle, weights: WeightsRef, started: float) -> EngineConfirmation:
-    return EngineConfirmation(
-        engine=engine.name,
-        version=weights.version,
-        digest=weights.digest,
-        seconds=time.monotonic() - started,
+async def load_engines(site: Site, order: LoadOrder, engines: Sequence[EngineHandle]) -> None:
+    """``load_engine`` on all at once; waits for all of them, then raises the first error."""
+    ends = await asyncio.gather(
+        *(load_engine(site, order, engine) for engine in engines), return_exceptions=True
     )
+    for end in ends:
+        if isinstance(end, BaseException):
+            raise end

@@ -1,10 +1,12 @@
 """``optimize``: one update on one collection, applied once however often it is asked for."""
 
 import asyncio
+from collections.abc import Awaitable
 
+from activities.healing import beside_healing
 from activities.heartbeat import beating
 from activities.rows import append_metrics, rollout_metrics, train_metrics
-from activities.site import Site, store_of
+from activities.site import Site, spec_of, store_of
 from activities.storage import layout
 from activities.storage.store import Store
 from activities.timing import timed
@@ -14,19 +16,31 @@ from models.update import OptimizeRequest, UpdateReport
 
 
 async def optimize(site: Site, request: OptimizeRequest, token: FenceToken) -> UpdateReport:
-    """Train ``request.update``; rows are written once the trainer has reported."""
-    store = store_of(request.run)
-    trainer = site.fleet.trainer(request.run)
-    async with timed(store, "training", request.update):
+    """Train ``request.update``; rows are written once the trainer has reported.
+
+    In a fully async run engines are kept alive meanwhile, see ``healing.beside_healing``.
+    """
+    run = request.run
+    store = store_of(run)
+    spec = await asyncio.to_thread(spec_of, run)
+    trainer, producer = site.fleet.trainer(run), site.fleet.producer(run)
+
+    def train() -> Awaitable[UpdateReport]:
+        return trainer.optimize(token, request.update, request.collection)
+
+    async with (
+        site.reports.flowing(run, producer, site.tracker),
+        timed(store, "training", request.update),
+    ):
         report = await beating(
-            trainer.optimize(token, request.update, request.collection),
+            beside_healing(site, run, token, spec, train),
             f"optimize {request.update}",
             trainer.progress,
             stalled=TrainerLost,
         )
     await asyncio.to_thread(_write_rows, store, request, report)
-    site.tracker.log(request.run, rollout_metrics(request.collection))
-    site.tracker.log(request.run, train_metrics(report, request.collection))
+    site.tracker.log(run, rollout_metrics(request.collection))
+    site.tracker.log(run, train_metrics(report, request.collection))
     return report
 
 

@@ -1,24 +1,36 @@
-"""``publish``: a policy version live on every engine, each confirmed by version and digest."""
+"""``publish``: a policy version live on every engine, each confirmed by version and digest.
+
+::
+
+    heal -> export -> [begin] -> engines -> routing -> [end]
+
+The steps in brackets are the producer's boundary in a fully async run. Whatever fails between them
+leaves the boundary closed and engines that nobody confirmed paused; the next attempt, or the next
+epoch, goes the whole way again, and what it finds done moves nothing.
+"""
 
 import asyncio
 import time
-from collections.abc import Sequence
 
-import structlog
-
-from activities.healing import route
+from activities.fleet_update import Updated, update_fleet
+from activities.healing import restart_engines
 from activities.heartbeat import beating
-from activities.loading import EngineLoad, load_engine
+from activities.loading import LoadOrder, Phase
+from activities.publication_trace import PublicationTrace, diagnostics_wanted
+from activities.rolling import DRAIN, RollingEvents, RollingUpdate
+from activities.routing import connected_router, route, table_of
 from activities.site import Site, spec_of, store_of
 from activities.storage import layout
 from activities.storage.store import Store
 from activities.timing import timed
-from models.errors import ContractViolation, EngineLost, ServiceUnreachable
+from configs.run import RunSpec
 from models.ids import FenceToken
-from models.ports import EngineHandle
 from models.publication import PublicationReport, PublishRequest, WeightsRef
+from models.routing import EngineState
 
-_log = structlog.get_logger(__name__)
+BOUNDARY = "boundary"
+EXPORT = "export"
+ROUTING = "routing"
 
 
 async def publish(site: Site, request: PublishRequest, token: FenceToken) -> PublicationReport:
@@ -26,18 +38,20 @@ async def publish(site: Site, request: PublishRequest, token: FenceToken) -> Pub
 
     Raises:
         EngineLost: an engine did not come to serve the version, its replacement neither.
-        ContractViolation: an engine refused twice, or serves other bytes than were exported.
+        ContractViolation: a replacement refused as well, or serves other bytes than were exported.
+        ServiceUnreachable: the router did not answer; another attempt replaces it.
     """
     store = store_of(request.run)
     spec = await asyncio.to_thread(spec_of, request.run)
     first = request.update == 0
     stage = "initial_publication" if first else "publication"
     rollout_id = None if first else request.update - 1
+    trace = PublicationTrace(request.version, verbose=diagnostics_wanted(spec.launch.env))
     async with timed(store, stage, rollout_id, {"version": request.version}):
-        report = await beating(
-            _publish(site, request, token, spec.inference.update_timeout_s),
-            f"publish {request.version}",
-        )
+        with trace.watched():
+            report = await beating(
+                _publish(site, request, token, spec, trace), f"publish {request.version}"
+            )
     await asyncio.to_thread(_append, store, request, report)
     site.tracker.log(
         request.run,
@@ -52,66 +66,105 @@ async def publish(site: Site, request: PublishRequest, token: FenceToken) -> Pub
 
 
 async def _publish(
-    site: Site, request: PublishRequest, token: FenceToken, timeout_s: float
+    site: Site, request: PublishRequest, token: FenceToken, spec: RunSpec, trace: PublicationTrace
 ) -> PublicationReport:
-    started = time.monotonic()
-    await site.fleet.heal_engines(token, request.run)
-    weights = await site.fleet.trainer(request.run).export_weights(token, request.version)
-    exported = time.monotonic()
-    loads = await _load_all(site, request, token, weights, timeout_s)
-    await route(site, request.run, token)
+    run = request.run
+    with trace.part(BOUNDARY):
+        await restart_engines(site, run, token)
+    with trace.part(EXPORT):
+        weights = await site.fleet.trainer(run).export_weights(token, request.version)
+    order = LoadOrder(run, token, weights, spec.inference.update_timeout_s)
+    if spec.fully_async:
+        updated = await _publish_under_load(site, order, spec, trace)
+    else:
+        updated = await update_fleet(site, order, trace)
+        with trace.part(ROUTING):
+            await route(site, run, token, updated.engines, weights)
+    return _report(weights, updated, spec, trace)
+
+
+async def _publish_under_load(
+    site: Site, order: LoadOrder, spec: RunSpec, trace: PublicationTrace
+) -> Updated:
+    """Between the producer's ``begin_publication`` and ``end_publication``."""
+    version = order.weights.version
+    producer = site.fleet.producer(order.run)
+    rolling = spec.core.publication_mode == "rolling"
+    events = RollingEvents(order)
+    if rolling:
+        await events.note("snapshot_ready")
+    with trace.part(BOUNDARY):
+        await producer.begin_publication(order.token, version)
+    update = _update_rolling if rolling else _update_at_once
+    updated = await update(site, order, spec, trace)
+    with trace.part(ROUTING):
+        await route(site, order.run, order.token, updated.engines, order.weights)
+        await producer.end_publication(order.token, version)
+    if rolling:
+        await events.note("snapshot_released")
+    return updated
+
+
+async def _update_at_once(
+    site: Site, order: LoadOrder, spec: RunSpec, trace: PublicationTrace
+) -> Updated:
+    """Nothing is routable from the first pause to the last confirmation."""
+    engines = await site.fleet.engines(order.run)
+    async with connected_router(site, order.run) as router:
+        if router is not None:
+            closed = table_of(engines, order.weights, EngineState.UPDATING)
+            await router.set_table(order.token, closed)
+    return await update_fleet(site, order, trace)
+
+
+async def _update_rolling(
+    site: Site, order: LoadOrder, spec: RunSpec, trace: PublicationTrace
+) -> Updated:
+    """Engine by engine; all at once while nothing is routed to, as before the first one."""
+    async with connected_router(site, order.run) as router:
+        if router is not None:
+            routed = await router.state()
+            if routed.engines:
+                timeout_s = spec.inference.drain_timeout_s
+                return await RollingUpdate(site, order, router, timeout_s, trace).run(routed)
+    return await update_fleet(site, order, trace)
+
+
+def _report(
+    weights: WeightsRef, updated: Updated, spec: RunSpec, trace: PublicationTrace
+) -> PublicationReport:
+    seconds = trace.seconds
     return PublicationReport(
         version=weights.version,
         digest=weights.digest,
-        repeated_version=all(load.repeated for load in loads),
-        engines=tuple(load.confirmation for load in loads),
-        export_seconds=exported - started,
-        pause_seconds=max(load.pause_seconds for load in loads),
-        load_seconds=max(load.load_seconds for load in loads),
-        total_seconds=time.monotonic() - started,
+        repeated_version=updated.repeated,
+        engines=updated.confirmations,
+        replaced=updated.replaced,
+        mode=spec.core.publication_mode,
+        boundary_seconds=seconds[BOUNDARY],
+        export_seconds=seconds[EXPORT],
+        pause_seconds=seconds[Phase.INSPECT] + seconds[DRAIN] + seconds[Phase.PAUSE],
+        load_seconds=seconds[Phase.LOAD] + seconds[Phase.VERIFY],
+        finalize_seconds=seconds[Phase.RESUME] + seconds[ROUTING],
+        total_seconds=trace.total_seconds,
         num_bytes=weights.num_bytes,
         num_tensors=weights.num_tensors,
     )
 
 
-async def _load_all(
-    site: Site, request: PublishRequest, token: FenceToken, weights: WeightsRef, timeout_s: float
-) -> list[EngineLoad]:
-    """Load every engine at once; those that fail get one more chance after a heal."""
-    engines = await site.fleet.engines(request.run)
-    if not engines:
-        raise EngineLost(f"run {request.run.run_id} has no live engine to publish to")
-    try:
-        return await _gather(site, engines, weights, timeout_s)
-    except (ContractViolation, ServiceUnreachable) as error:
-        _log.warning("publication failed, replacing engines", version=weights.version, why=error)
-    await site.fleet.heal_engines(token, request.run)
-    try:
-        return await _gather(site, await site.fleet.engines(request.run), weights, timeout_s)
-    except ServiceUnreachable as error:
-        raise EngineLost(f"publication of version {weights.version}: {error}") from error
-
-
-async def _gather(
-    site: Site, engines: Sequence[EngineHandle], weights: WeightsRef, timeout_s: float
-) -> list[EngineLoad]:
-    """Load ``engines`` concurrently, wait for all of them, then raise the first error."""
-    results = await asyncio.gather(
-        *(load_engine(site, engine, weights, timeout_s) for engine in engines),
-        return_exceptions=True,
-    )
-    errors = [result for result in results if isinstance(result, BaseException)]
-    if errors:
-        raise errors[0]
-    return [result for result in results if isinstance(result, EngineLoad)]
-
-
 def _append(store: Store, request: PublishRequest, report: PublicationReport) -> None:
+    """One row: the report, and the same times under the names that analyses of runs look for."""
     row = {
         "rollout_id": request.update - 1,
         "epoch": request.epoch,
         "time_unix": time.time(),
         "transport": "disk",
+        "tensors": report.num_tensors,
+        "bytes": report.num_bytes,
+        "buckets": 0 if report.repeated_version else 1,
+        "pause_connect_seconds": report.boundary_seconds + report.pause_seconds,
+        "export_pack_seconds": report.export_seconds,
+        "transport_load_seconds": report.load_seconds,
         **report.model_dump(mode="json", exclude={"metrics"}),
     }
     store.append_jsonl(layout.PUBLICATION, row)

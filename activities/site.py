@@ -1,10 +1,11 @@
 """What activities work with: the fleet, engine clients, a tracker, the run's resolved file."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Protocol
 
+from activities.reporting import ReportForwarder
 from activities.storage import layout
 from activities.storage.store import Store
 from activities.wire.contract import PauseMode
@@ -77,6 +78,8 @@ class Site:
     """A client for an engine's URL."""
     router: Callable[[str], RouterControl]
     """A client for a router's URL."""
+    reports: ReportForwarder = field(default_factory=ReportForwarder)
+    """Where this process stands with each run's serving reports."""
 
 
 def store_of(run: RunRef) -> Store:

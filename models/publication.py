@@ -39,6 +39,16 @@ class EngineConfirmation(Frozen):
     seconds: float
 
 
+class EngineFailure(Frozen):
+    """An engine that did not take new weights and was replaced for it."""
+
+    engine: str
+    incarnation: int
+    phase: str
+    """Where in the update it failed: drain, inspect, pause, load, verify or resume."""
+    error: str
+
+
 class PublicationReport(Frozen):
     """Written to ``publication.jsonl`` as well."""
 
@@ -47,9 +57,17 @@ class PublicationReport(Frozen):
     repeated_version: bool
     """The version was live already; nothing was moved."""
     engines: tuple[EngineConfirmation, ...]
+    replaced: tuple[EngineFailure, ...] = ()
+    mode: str = "barrier"
+    boundary_seconds: float = 0.0
+    """Healing and closing the producer's boundary."""
     export_seconds: float
     pause_seconds: float
+    """Looking at what engines serve, draining and pausing them."""
     load_seconds: float
+    """Loading and verifying."""
+    finalize_seconds: float = 0.0
+    """Resuming engines, routing, opening the boundary."""
     total_seconds: float
     num_bytes: int
     num_tensors: int

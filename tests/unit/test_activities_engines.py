@@ -11,14 +11,15 @@ from temporalio.testing import ActivityEnvironment
 
 from activities.collect import collect
 from activities.healing import with_healing
-from activities.loading import load_engine
+from activities.loading import LoadOrder, load_engine
 from activities.publish import publish
-from activities.site import Site
+from activities.site import Site, spec_of
 from activities.storage import layout
 from activities.storage.store import Store
 from activities.tokens import token_of
 from activities.wire.digest import weights_digest
 from configs.load import resolve_document
+from configs.run import RunSpec
 from models.errors import (
     ContractViolation,
     DigestMismatch,
@@ -54,6 +55,10 @@ class Bench:
     @property
     def site(self) -> Site:
         return site_of(self.fleet)
+
+    @property
+    def spec(self) -> RunSpec:
+        return spec_of(self.run)
 
     def publication(self, version: int) -> PublishRequest:
         return PublishRequest(run=self.run, epoch=1, update=version, version=version)
@@ -147,13 +152,32 @@ async def test_an_engine_that_never_answers_is_lost(bench: Bench) -> None:
         await bench.publish(0)
 
 
-async def test_wrong_bytes_twice_are_a_digest_mismatch_and_the_engine_stays_closed(
-    bench: Bench,
-) -> None:
-    bench.fleet.engine_list[0].corrupt_loads = 2
+async def test_wrong_bytes_are_never_opened_and_cost_the_engine(bench: Bench) -> None:
+    wrong = bench.fleet.engine_list[0]
+    wrong.corrupt_loads = 1
+    report = await bench.publish(0)
+    assert wrong.paused
+    assert not wrong.alive
+    assert bench.fleet.live_producer.urls == ("http://engine-0.1", "http://engine-1.0")
+    (failure,) = report.replaced
+    assert (failure.engine, failure.incarnation, failure.phase) == ("engine-0", 0, "verify")
+    assert "have digest" in failure.error
+
+
+async def test_wrong_bytes_of_the_replacement_too_are_a_digest_mismatch(bench: Bench) -> None:
+    bench.fleet.engine_list[0].corrupt_loads = 1
+    heal = bench.fleet.heal_engines
+
+    async def heal_and_corrupt(token: FenceToken, run: RunRef) -> Any:
+        fresh = await heal(token, run)
+        bench.fleet.engine_list[0].corrupt_loads = 1
+        return fresh
+
+    bench.fleet.heal_engines = heal_and_corrupt  # type: ignore[method-assign]
     with pytest.raises(DigestMismatch, match="engine-0"):
         await bench.publish(0)
     assert bench.fleet.engine_list[0].paused
+    assert bench.fleet.live_producer.urls == ()
 
 
 async def test_a_wrong_version_after_the_load_is_refused(bench: Bench) -> None:
@@ -166,7 +190,7 @@ async def test_a_wrong_version_after_the_load_is_refused(bench: Bench) -> None:
     client.update_weights_from_disk = load_nothing  # type: ignore[method-assign]
     site = dataclasses.replace(bench.site, engine=lambda url: client)
     with pytest.raises(ContractViolation, match="serves version None after loading version 3"):
-        await load_engine(site, engine.handle, weights_of(3), 5.0)
+        await load_engine(site, LoadOrder(bench.run, TOKEN, weights_of(3), 5.0), engine.handle)
 
 
 async def test_engines_dead_before_a_collection_are_replaced_first(bench: Bench) -> None:
@@ -201,7 +225,7 @@ async def test_a_failing_replacement_ends_the_call_it_was_for(bench: Bench) -> N
             cancelled.set()
 
     working = asyncio.create_task(
-        with_healing(bench.site, bench.run, token_of(bench.publication(0), 2), 5.0, call)
+        with_healing(bench.site, bench.run, token_of(bench.publication(0), 2), bench.spec, call)
     )
     await asyncio.wait_for(began.wait(), 5)
     bench.fleet.script.fail("load engine-0 0", ServiceUnreachable("no memory"))
@@ -217,6 +241,7 @@ async def test_the_error_of_the_call_wins_over_watching(bench: Bench) -> None:
     async def call() -> None:
         raise ProducerLost("gone")
 
+    token = token_of(bench.publication(0), 2)
     with pytest.raises(ProducerLost):
-        await with_healing(bench.site, bench.run, token_of(bench.publication(0), 2), 5.0, call)
+        await with_healing(bench.site, bench.run, token, bench.spec, call)
     assert bench.fleet.deaths == []

@@ -1,0 +1,119 @@
+"""New weights on all engines at once: each phase ends on every engine before the next begins.
+
+A sample may then see the old weights or the new ones, never engines that disagree for longer than
+one phase. Engines that fail are replaced and the phases are gone through once more; what serves the
+weights already is only resumed, so this also continues an update that was cut off.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass
+
+import structlog
+
+from activities.healing import restart_engines
+from activities.loading import EngineUpdate, LoadOrder, Phase
+from activities.publication_trace import PublicationTrace
+from activities.site import Site
+from models.errors import EngineLost, ServiceUnreachable
+from models.ports import EngineHandle
+from models.publication import EngineConfirmation, EngineFailure
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Updated:
+    """Engines that serve the weights of an order, and what it took."""
+
+    engines: tuple[EngineHandle, ...]
+    confirmations: tuple[EngineConfirmation, ...]
+    repeated: bool
+    """All of them did before."""
+    replaced: tuple[EngineFailure, ...] = ()
+
+
+async def update_fleet(site: Site, order: LoadOrder, trace: PublicationTrace) -> Updated:
+    """Make every live engine serve the weights of ``order``.
+
+    Raises:
+        EngineLost: there is no engine, or a replacement did not answer either.
+        ContractViolation: a replacement refused, or serves other bytes than were exported.
+        StaleFence: another epoch owns the run's root.
+    """
+    updates = await _round(site, order, trace)
+    failed = [update for update in updates if update.failure is not None]
+    if not failed:
+        return _updated(updates)
+    await replace_failed(site, order, [update.failure for update in failed if update.failure])
+    again = await _round(site, order, trace)
+    for update in again:
+        if update.error is not None:
+            raise lost(order, update.error)
+    return _updated(again, failed)
+
+
+async def replace_failed(site: Site, order: LoadOrder, failures: Sequence[EngineFailure]) -> None:
+    """End engines that failed an update and start others in their places.
+
+    Raises:
+        EngineLost: a replacement did not start.
+    """
+    for failure in failures:
+        _log.warning(
+            "engine does not take new weights, replacing it",
+            version=order.weights.version,
+            **failure.model_dump(),
+        )
+    names = tuple(failure.engine for failure in failures)
+    await site.fleet.replace_engines(order.token, order.run, names)
+    await restart_engines(site, order.run, order.token)
+
+
+def lost(order: LoadOrder, error: Exception) -> Exception:
+    """What the second failure of an engine is raised as: nobody retries an unreachable one."""
+    if isinstance(error, ServiceUnreachable):
+        return EngineLost(f"publication of version {order.weights.version}: {error.message}")
+    return error
+
+
+async def _round(site: Site, order: LoadOrder, trace: PublicationTrace) -> list[EngineUpdate]:
+    """Take every live engine through the phases; stop after the first one that any engine fails."""
+    engines = await site.fleet.engines(order.run)
+    if not engines:
+        raise EngineLost(f"run {order.run.run_id} has no live engine to publish to")
+    async with AsyncExitStack() as stack:
+        updates = [EngineUpdate(site, order, engine) for engine in engines]
+        for update in updates:
+            await stack.enter_async_context(aclosing(update))
+        for phase in Phase:
+            with trace.part(phase.value):
+                await _everywhere(updates, phase, trace)
+            if any(update.failure is not None for update in updates):
+                break
+        return updates
+
+
+async def _everywhere(
+    updates: Sequence[EngineUpdate], phase: Phase, trace: PublicationTrace
+) -> None:
+    """One phase of every engine at once; returns, or raises, when the last one has ended."""
+
+    async def attempt(update: EngineUpdate) -> None:
+        with trace.step(f"engine_{phase.value}", engine=update.engine.name, url=update.engine.url):
+            await update.attempt(phase)
+
+    ends = await asyncio.gather(*map(attempt, updates), return_exceptions=True)
+    for end in ends:
+        if end is not None:
+            raise end
+
+
+def _updated(updates: Sequence[EngineUpdate], failed: Sequence[EngineUpdate] = ()) -> Updated:
+    return Updated(
+        engines=tuple(update.engine for update in updates),
+        confirmations=tuple(update.confirmation for update in updates),
+        repeated=not failed and all(update.repeated for update in updates),
+        replaced=tuple(update.failure for update in failed if update.failure is not None),
+    )
