@@ -109,6 +109,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(f"{_ASYNC}rejected_policy_groups", "groups", _ROLLOUT, "not of a legal version"),
     Metric(f"{_ASYNC}rejected_incomplete_groups", "groups", _ROLLOUT, "samples were missing"),
     Metric(f"{_ASYNC}rejected_mixed_policy_groups", "groups", _ROLLOUT, "of several versions"),
+    Metric(f"{_ASYNC}max_stale_requeues", "count", _ROLLOUT, "most times that a prompt went stale"),
     Metric(f"{_QUEUE}dropped_groups", "groups", _ROLLOUT, "left the queue, not into training"),
     Metric(f"{_QUEUE}dropped_samples", "samples", _ROLLOUT, "their samples"),
     Metric(f"{_QUEUE}dropped_response_tokens", "tokens", _ROLLOUT, "their response tokens"),

@@ -12,7 +12,7 @@ from activities.rollout.admission import AdmissionGate
 from activities.rollout.attempt import GroupSampler
 from activities.rollout.group_loop import run_groups
 from activities.rollout.held_out import HeldOutGroups
-from activities.rollout.producer import evaluation_plan
+from activities.rollout.plans import evaluation_plan
 from activities.rollout.recovery import Clock, ServingHealth
 from activities.verifiers.registry import VerifierSet
 from activities.wire.client import EngineClient

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import structlog
 
-from activities.rollout.recovery import POLL_S, ServingHealth
+from activities.rollout.recovery import POLL_S, ServingHealth, fatal_error
 from models.errors import GenerationFault
 from models.prompt import PromptDraw
 from models.sample import SampleGroup
@@ -50,7 +50,7 @@ async def run_groups(work: GroupWork, health: ServingHealth) -> None:
 
     Raises:
         ServingFailureSustained: the stop rule.
-        Exception: the first unknown error of an attempt.
+        PerdureError: the first unknown error of an attempt.
     """
     active: dict[asyncio.Task[SampleGroup], PromptDraw] = {}
     try:
@@ -95,7 +95,7 @@ def _settle(
             )
             work.on_fault(draw, fault)
         except Exception as error:  # the group-attempt boundary: unknown means fatal
-            fatal = fatal or error
+            fatal = fatal or fatal_error(error, draw)
         else:
             health.record(successes=1)
             work.on_finished(draw, group)

@@ -1,52 +1,43 @@
-"""The rollout producer: one collection for each update, and evaluations in between.
+"""The rollout producer: collections for the trainer, evaluations in between.
 
     source --draw--> admission gate --> engine pool --> verifiers --> filter --> Parquet, manifest
        ^                                    |
        +------- requeue whole group <-------+  known serving fault
 
-Back-pressure: at most a batch of groups is drawn at a time, and the gate admits
-``server_concurrency`` calls per engine. A call of ``collect`` joins the running collection of the
-same update, so a retried activity never samples twice.
+A call of ``collect`` joins the running collection of the same update, so a retried activity never
+samples twice. How groups come about is ``SequentialRollouts`` or ``FreeRollouts``.
 """
 
-import asyncio
-import math
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from activities.fencing import FenceGuard
 from activities.rollout.admission import AdmissionGate
-from activities.rollout.advantages import group_advantages
 from activities.rollout.attempt import GroupSampler, SamplingPlan
-from activities.rollout.collection_file import read_collection, write_collection
+from activities.rollout.committing import CollectionWriter
 from activities.rollout.error_log import ErrorLog
-from activities.rollout.group_loop import run_groups
-from activities.rollout.held_out import HeldOutGroups, evaluation_report
+from activities.rollout.evaluating import SharedEvaluation
+from activities.rollout.free_rollouts import FreeRollouts
+from activities.rollout.parts import ProducerParts
+from activities.rollout.plans import evaluation_plan, training_plan
 from activities.rollout.recovery import Clock, ServingHealth
+from activities.rollout.sequential import SequentialRollouts
+from activities.rollout.siblings import Put
 from activities.rollout.single_flight import SingleFlight
 from activities.rollout.source import PromptSource
-from activities.rollout.summary import collection_counts, collection_metrics
-from activities.rollout.training_groups import TrainingGroups
-from activities.storage.layout import (
-    TRAIN_JSONL,
-    collection_manifest,
-    collection_parquet,
-    eval_parquet,
-)
+from activities.storage.layout import TRAIN_JSONL
 from activities.storage.store import Store
 from activities.verifiers.registry import VerifierSet
 from activities.wire.client import EngineClient
 from activities.wire.engine_pool import EnginePool
 from configs.run import RunSpec
-from models.errors import ConfigurationError
+from models.errors import ContractViolation
 from models.evaluation import EvaluateRequest, EvaluationReport
 from models.ids import FenceToken, RunRef
-from models.ports import StageProgress
+from models.ports import ServingReport, StageProgress
 from models.prompt import DataState, PreparedPrompt
-from models.rollout import CollectionManifest, CollectRequest, RolloutCollection
-
-DRAIN_MARGIN_S = 30.0
-"""Added to the request deadline when admitted calls must finish before an evaluation."""
+from models.rollout import CollectRequest, RolloutCollection
 
 
 class RolloutProducer:
@@ -78,35 +69,29 @@ class RolloutProducer:
                 url, vocab_size=vocab_size, context_length=spec.core.max_context_length
             )
 
+        def sampler(plan: SamplingPlan, sibling_rows: Put | None = None) -> GroupSampler:
+            return GroupSampler(plan, pool, verifiers, decode, eos_token_ids, sibling_rows)
+
+        pool = EnginePool(connect or connect_checked, routed=spec.fully_async)
         self._spec = spec
-        self._store = store
         self._run = run
-        self._held_out = held_out
         self._verifiers = verifiers
-        self._source = PromptSource(
-            train,
-            seed=spec.data.seed,
-            shuffle=spec.data.shuffle,
-            samples_per_prompt=spec.training.samples_per_prompt,
-            train_sha256=store.sha256(TRAIN_JSONL),
-            state=state,
-        )
-        self._pool = EnginePool(connect or connect_checked)
-        self._train_sampler, self._eval_sampler = (
-            GroupSampler(plan, self._pool, verifiers, decode, eos_token_ids)
-            for plan in (training_plan(spec), evaluation_plan(spec))
-        )
-        self._train_gate = AdmissionGate(spec.inference.server_concurrency)
-        self._eval_gate = AdmissionGate(spec.inference.server_concurrency)
-        self._health = ServingHealth(clock)
-        self._errors = ErrorLog(store, self._health)
-        self._epochs = FenceGuard("producer")
+        self._parts = parts = _parts(spec, store, train, state, pool, clock)
         # Stages of different updates overlap, so each kind of stage orders its own tokens; only
         # the epoch is common to all.
         self._collect = SingleFlight[RolloutCollection]("collect")
         self._evaluate = SingleFlight[EvaluationReport]("evaluate")
-        self._collecting: tuple[int, TrainingGroups] | None = None
-        self._evaluating: tuple[int, HeldOutGroups] | None = None
+        self._publications = FenceGuard("publication")
+        self._epoch = -1
+        self._free: FreeRollouts | None = None
+        if spec.fully_async:
+            self._free = FreeRollouts(
+                parts, lambda put: sampler(training_plan(spec), put), lambda: self._evaluation.gate
+            )
+        self._training = self._free or SequentialRollouts(parts, sampler(training_plan(spec)))
+        self._evaluation = SharedEvaluation(
+            parts, held_out, sampler(evaluation_plan(spec)), self._training
+        )
 
     async def collect(self, token: FenceToken, request: CollectRequest) -> RolloutCollection:
         """Commit the collection of ``request.update``; the same update again returns the same.
@@ -118,8 +103,10 @@ class RolloutProducer:
             ContractViolation: an engine or a verifier broke its contract.
         """
         self._admit_epoch(token)
+        if not self._evaluation.is_running:
+            self._training.reopen()  # a failed evaluation left it closed
         return await self._collect.run(
-            token, (request.update,), lambda: self._run_collection(request)
+            token, (request.update,), lambda: self._training.collect(request)
         )
 
     async def evaluate(self, token: FenceToken, request: EvaluateRequest) -> EvaluationReport:
@@ -132,224 +119,125 @@ class RolloutProducer:
         return await self._evaluate.run(
             token,
             (request.update, request.policy_version, request.phase),
-            lambda: self._run_evaluation(request),
+            lambda: self._evaluation.evaluate(request),
         )
 
     async def data_state(self, consumed_through: int) -> DataState:
         """Cursor and ledger under one lock, collections up to the index counted as consumed."""
-        return self._source.snapshot(consumed_through)
+        return self._parts.source.snapshot(consumed_through)
 
     async def set_engines(self, token: FenceToken, urls: tuple[str, ...]) -> None:
         """Route to exactly these engines; live calls to others fail and their groups requeue.
 
-        Ordered by epoch alone: stages of different updates may both replace an engine.
+        In a fully async run the one address is the router's. Ordered by epoch alone: stages of
+        different updates may both replace an engine.
         """
         self._admit_epoch(token)
-        permits = self._spec.inference.server_concurrency * max(1, len(urls))
-        self._train_gate.resize(permits)
-        self._eval_gate.resize(permits)
-        await self._pool.set_engines(urls)
+        inference = self._spec.inference
+        engines = inference.num_engines if self._spec.fully_async else max(1, len(urls))
+        permits = inference.server_concurrency * engines
+        self._parts.gate.resize(permits)
+        self._evaluation.resize(permits)
+        await self._parts.pool.set_engines(urls)
+
+    async def begin_publication(self, token: FenceToken, version: int) -> None:
+        """See ``ProducerPort.begin_publication``.
+
+        Raises:
+            StaleFence: ``token`` is outranked or its epoch was revoked.
+            ContractViolation: ``version`` is older than what is published.
+            ServiceUnreachable: cancelled groups do not end.
+        """
+        await self._admit_publication(token).boundary.begin(version)
+
+    async def end_publication(self, token: FenceToken, version: int) -> None:
+        """See ``ProducerPort.end_publication``.
+
+        Raises:
+            StaleFence: ``token`` is outranked or its epoch was revoked.
+            ContractViolation: another version was begun last.
+        """
+        await self._admit_publication(token).boundary.end(version)
+
+    async def reports(self, after: int) -> tuple[ServingReport, ...]:
+        """The ``errors/`` reports numbered above ``after``, at most the newest few hundred."""
+        return self._parts.errors.reports(after)
 
     async def progress(self) -> StageProgress:
         """Samples done of the stage that runs now, an evaluation before a collection."""
-        training, evaluation = self._spec.training, self._spec.evaluation
-        if self._evaluating is not None:
-            update, held_out = self._evaluating
-            total = len(self._held_out) * evaluation.samples_per_prompt
-            return StageProgress(
-                stage=f"evaluate {update}", done=held_out.samples_done, total=total
-            )
-        if self._collecting is not None:
-            update, groups = self._collecting
-            total = training.rollout_batch_size * training.samples_per_prompt
-            dropped = sum(groups.tally.dropped.values())
-            return StageProgress(
-                stage=f"collect {update}",
-                done=groups.samples_done,
-                total=total,
-                detail=f"{dropped} groups filtered" if dropped else "",
-            )
-        return StageProgress(stage="idle")
+        running = self._evaluation.progress() or self._training.progress()
+        return running or StageProgress(stage="idle")
+
+    def snapshot(self) -> dict[str, Any]:
+        """What a fully async producer holds now: a row of ``pipeline_occupancy.jsonl``."""
+        return self._require_free().snapshot()
 
     def revoke(self, epoch: int) -> None:
         """Refuse ``epoch`` and below from now on and end their stages; prompts are given back."""
-        self._epochs.revoke(epoch)
+        self._parts.epochs.revoke(epoch)
         self._collect.revoke(epoch)
         self._evaluate.revoke(epoch)
+        if self._free is not None:
+            self._free.revoke(epoch)
 
     async def close(self) -> None:
         """End every stage, engine connection and verifier process."""
         await self._collect.aclose()
         await self._evaluate.aclose()
-        await self._errors.aclose()
-        await self._pool.aclose()
+        if self._free is not None:
+            await self._free.aclose()
+        await self._parts.errors.aclose()
+        await self._parts.pool.aclose()
         await self._verifiers.aclose()
 
     def _admit_epoch(self, token: FenceToken) -> None:
-        self._epochs.admit(FenceToken(epoch=token.epoch, update=0, attempt=0))
+        self._parts.epochs.admit(FenceToken(epoch=token.epoch, update=0, attempt=0))
+        if token.epoch > self._epoch:
+            self._epoch = token.epoch
+            if self._free is not None:
+                self._free.enter_epoch(token.epoch)
 
-    @property
-    def _engine_wait_s(self) -> float:
-        return engine_wait_s(self._spec)
+    def _admit_publication(self, token: FenceToken) -> FreeRollouts:
+        free = self._require_free()
+        self._admit_epoch(token)
+        self._publications.admit(token)
+        return free
 
-    async def _run_collection(self, request: CollectRequest) -> RolloutCollection:
-        """Adopt the committed collection of this update and epoch, or sample and commit it."""
-        self._source.forget(request.consumed_through)
-        manifest = await asyncio.to_thread(self._committed, request)
-        if manifest is not None:
-            return await self._adopt(request.update, manifest)
-        async with self._errors.watch():
-            self._source.give_back_from(request.update)
-            training = self._spec.training
-            groups = TrainingGroups(
-                self._source,
-                self._train_sampler,
-                self._train_gate,
-                version=request.policy_version,
-                batch_size=training.rollout_batch_size,
-                filter_zero_std=self._spec.core.filter_zero_std_groups
-                and training.samples_per_prompt > 1,
+    def _require_free(self) -> FreeRollouts:
+        if self._free is None:
+            raise ContractViolation(
+                f"the producer of {self._run.run_id} is sequential: it is asked for collections "
+                "and knows no publications (async.fully_async is false)"
             )
-            self._collecting = (request.update, groups)
-            committed = False
-            try:
-                await self._pool.wait_ready(self._engine_wait_s)
-                started = time.monotonic()
-                await run_groups(groups, self._health)
-                collection = await self._commit(request, groups, started)
-                committed = True
-            finally:
-                self._collecting = None
-                if not committed:
-                    groups.give_back()
-            return collection
-
-    async def _commit(
-        self, request: CollectRequest, work: TrainingGroups, started: float
-    ) -> RolloutCollection:
-        """Parquet first, manifest last: without a manifest the collection does not exist."""
-        groups = work.kept
-        for group in groups:
-            group.advantages = group_advantages(
-                group.rewards, self._spec.training.grpo_std_normalization
-            )
-        dropped = work.dropped
-        consumed = [group.group_index for group in groups]
-        consumed += [each.draw.group_index for each in dropped]
-        self._source.assign(request.update, consumed)
-        data_after = self._source.snapshot(request.update)
-        uri = collection_parquet(request.update, request.epoch)
-        sha256 = await asyncio.to_thread(write_collection, self._store, uri, groups)
-        seconds = time.monotonic() - started
-        counts = collection_counts(groups, work.tally)
-        metrics = collection_metrics(
-            request.update, groups, counts, work.tally, work.max_requeues, seconds
-        )
-        collection = RolloutCollection(
-            update=request.update,
-            epoch=request.epoch,
-            uri=uri,
-            sha256=sha256,
-            counts=counts,
-            reward_mean=work.tally.reward_mean,
-            min_version=int(metrics["rollout/weight_version/min"]),
-            max_version=int(metrics["rollout/weight_version/max"]),
-            seconds=seconds,
-            metrics=metrics,
-        )
-        manifest = CollectionManifest(
-            collection=collection, data_after=data_after, dropped=tuple(dropped)
-        )
-        self._epochs.admit(FenceToken(epoch=request.epoch, update=0, attempt=0))
-        await asyncio.to_thread(
-            self._store.write_json,
-            collection_manifest(request.update, request.epoch),
-            manifest.model_dump(mode="json"),
-        )
-        return collection
-
-    def _committed(self, request: CollectRequest) -> CollectionManifest | None:
-        rel = collection_manifest(request.update, request.epoch)
-        if not self._store.exists(rel):
-            return None
-        return CollectionManifest.model_validate(self._store.read_json(rel))
-
-    async def _adopt(self, update: int, manifest: CollectionManifest) -> RolloutCollection:
-        """Take over a collection that an earlier life of this producer committed."""
-        groups = await asyncio.to_thread(read_collection, self._store, manifest.collection)
-        dropped = [each.draw for each in manifest.dropped]
-        self._source.adopt(update, groups, manifest.data_after, dropped)
-        return manifest.collection
-
-    async def _run_evaluation(self, request: EvaluateRequest) -> EvaluationReport:
-        if not self._held_out:
-            raise ConfigurationError(
-                "there are no held-out prompts to evaluate: set eval_count or eval_prompt_data"
-            )
-        samples_per_prompt = self._spec.evaluation.samples_per_prompt
-        async with self._errors.watch():
-            groups = HeldOutGroups(
-                self._held_out,
-                self._eval_sampler,
-                self._eval_gate,
-                version=request.policy_version,
-                samples_per_prompt=samples_per_prompt,
-                max_active=2 * math.ceil(self._eval_gate.permits / samples_per_prompt),
-            )
-            self._evaluating = (request.update, groups)
-            self._train_gate.pause()
-            try:
-                drain_s = self._spec.inference.request_timeout_s + DRAIN_MARGIN_S
-                await self._train_gate.wait_idle(drain_s)
-                await self._pool.wait_ready(self._engine_wait_s)
-                started = time.monotonic()
-                await run_groups(groups, self._health)
-            finally:
-                self._train_gate.resume()
-                self._evaluating = None
-            uri = eval_parquet(request.update, request.epoch)
-            report = evaluation_report(request, groups.groups, uri, time.monotonic() - started)
-            self._epochs.admit(FenceToken(epoch=request.epoch, update=0, attempt=0))
-            await asyncio.to_thread(write_collection, self._store, uri, groups.groups)
-            return report
+        return self._free
 
 
-def engine_wait_s(spec: RunSpec) -> float:
-    """How long a stage waits for engines: one may be starting and loading weights."""
-    return spec.inference.start_timeout_s + spec.inference.update_timeout_s
-
-
-def training_plan(spec: RunSpec) -> SamplingPlan:
-    """How training groups are sampled."""
-    inference = spec.inference
-    return SamplingPlan(
-        purpose="train",
+def _parts(
+    spec: RunSpec,
+    store: Store,
+    train: Sequence[PreparedPrompt],
+    state: DataState,
+    pool: EnginePool,
+    clock: Clock,
+) -> ProducerParts:
+    source = PromptSource(
+        train,
+        seed=spec.data.seed,
+        shuffle=spec.data.shuffle,
         samples_per_prompt=spec.training.samples_per_prompt,
-        temperature=inference.temperature,
-        top_p=inference.top_p,
-        top_k=inference.top_k,
-        max_response_length=inference.max_response_length,
-        max_context_length=spec.core.max_context_length,
-        reward_zero_truncated=spec.core.reward_zero_truncated,
-        seed=spec.data.seed,
-        request_timeout_s=inference.request_timeout_s,
-        engine_wait_s=engine_wait_s(spec),
+        train_sha256=store.sha256(TRAIN_JSONL),
+        state=state,
     )
-
-
-def evaluation_plan(spec: RunSpec) -> SamplingPlan:
-    """How held-out groups are sampled: their own temperature and length, no truncation rule."""
-    evaluation, inference = spec.evaluation, spec.inference
-    return SamplingPlan(
-        purpose="eval",
-        samples_per_prompt=evaluation.samples_per_prompt,
-        temperature=evaluation.temperature,
-        top_p=1.0,
-        top_k=-1,
-        max_response_length=evaluation.max_response_length or inference.max_response_length,
-        max_context_length=spec.core.max_context_length,
-        reward_zero_truncated=False,
-        seed=spec.data.seed,
-        request_timeout_s=inference.request_timeout_s,
-        engine_wait_s=engine_wait_s(spec),
+    health = ServingHealth(clock)
+    epochs = FenceGuard("producer")
+    return ProducerParts(
+        spec=spec,
+        store=store,
+        source=source,
+        pool=pool,
+        gate=AdmissionGate(spec.inference.server_concurrency),
+        health=health,
+        errors=ErrorLog(store, health),
+        epochs=epochs,
+        writer=CollectionWriter(spec, store, source, epochs),
     )

@@ -8,7 +8,13 @@ from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 from activities.wire.faults import CATEGORIES
-from models.errors import ContractViolation, GenerationFault, ServingFailureSustained
+from models.errors import (
+    ContractViolation,
+    GenerationFault,
+    PerdureError,
+    ServingFailureSustained,
+)
+from models.prompt import PromptDraw
 
 WINDOW_S = 300
 FAILURE_FRACTION = 0.5
@@ -106,6 +112,23 @@ class ServingHealth:
         while self._buckets and self._buckets[0][0] <= oldest:
             self._buckets.popleft()
         return sum(each[1] for each in self._buckets), sum(each[2] for each in self._buckets)
+
+
+def fatal_error(error: BaseException, draw: PromptDraw) -> BaseException:
+    """What an unknown error of a group attempt ends the run with.
+
+    Errors of the tree stay themselves. Anything else (a defect, an HTTP error of a verifier's
+    service) is a ``ContractViolation``: trying again would not help, and it must not be taken for
+    a serving fault.
+    """
+    if isinstance(error, PerdureError):
+        return error
+    violation = ContractViolation(
+        f"prompt group {draw.group_index}, sample {draw.prepared_sample_id}: "
+        f"{type(error).__name__}: {error}"
+    )
+    violation.__cause__ = error
+    return violation
 
 
 async def join_siblings(attempts: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:

@@ -52,7 +52,7 @@ class PromptSource:
         self._shuffle = shuffle
         self._samples_per_prompt = samples_per_prompt
         self._train_sha256 = train_sha256
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._ledger: dict[int, _Entry] = {}
         self._waiting: deque[int] = deque()
         self._order_epoch = -1
@@ -77,20 +77,24 @@ class PromptSource:
         """The prepared row of a draw."""
         return self._prompts[draw.row]
 
-    def requeue(self, group_indices: Sequence[int], *, failed: bool = True) -> None:
+    def requeue(
+        self, group_indices: Sequence[int], *, failed: bool = True, stale: bool = False
+    ) -> None:
         """Put draws back at the front, in the given order, with their identities.
 
-        ``failed`` counts a requeue on each; without it the draw goes back as it was (an
-        abandoned collection is nobody's fault).
+        ``failed`` counts a serving failure on each, ``stale`` a finished group that was too old to
+        train; with neither the draw goes back as it was (a cancelled attempt and an abandoned
+        collection are nobody's fault).
         """
         with self._lock:
             for group_index in reversed(group_indices):
                 entry = self._entry(group_index)
                 if entry.waiting:
                     self._waiting.remove(group_index)
-                if failed:
-                    requeues = entry.draw.requeues + 1
-                    entry.draw = entry.draw.model_copy(update={"requeues": requeues})
+                draw = entry.draw
+                if failed or stale:
+                    counts = {"requeues": draw.requeues + failed, "stale": draw.stale + stale}
+                    entry.draw = draw.model_copy(update=counts)
                 entry.waiting, entry.update = True, None
                 self._waiting.appendleft(group_index)
 
@@ -106,6 +110,12 @@ class PromptSource:
                     )
                 entry.update = update
 
+    def release(self, group_indices: Iterable[int]) -> None:
+        """Take finished groups out of a collection that was not committed; they stay handed out."""
+        with self._lock:
+            for group_index in group_indices:
+                self._entry(group_index).update = None
+
     def give_back_from(self, update: int) -> None:
         """Take apart collections ``update`` and later, made under an epoch that is over.
 
@@ -117,7 +127,7 @@ class PromptSource:
                 for entry in self._in_order()
                 if entry.update is not None and entry.update >= update
             ]
-        self.requeue(stale, failed=False)
+            self.requeue(stale, failed=False)
 
     def forget(self, consumed_through: int) -> None:
         """Drop the groups of collections up to ``consumed_through``: they are trained."""
@@ -125,6 +135,12 @@ class PromptSource:
             for group_index, entry in tuple(self._ledger.items()):
                 if entry.update is not None and entry.update <= consumed_through:
                     del self._ledger[group_index]
+
+    @property
+    def most_stale(self) -> int:
+        """Most times that a prompt of the ledger went stale."""
+        with self._lock:
+            return max((entry.draw.stale for entry in self._ledger.values()), default=0)
 
     def snapshot(self, consumed_through: int) -> DataState:
         """Cursor and every draw not consumed by an update up to ``consumed_through``."""
@@ -145,12 +161,15 @@ class PromptSource:
     ) -> None:
         """Take over a committed collection that this source does not remember making.
 
-        ``after`` and ``dropped`` are recorded with it. Groups of other collections stay theirs.
+        ``after`` and ``dropped`` are recorded with it. Groups of earlier collections stay theirs;
+        whatever was drawn since ``after`` was taken will be drawn again.
         """
         rows = {each.metadata.prepared_sample_id: row for row, each in enumerate(self._prompts)}
         with self._lock:
             kept = {
-                index: entry for index, entry in self._ledger.items() if entry.update is not None
+                index: entry
+                for index, entry in self._ledger.items()
+                if entry.update is not None and entry.update < update
             }
             self._restore(after)
             self._ledger.update(kept)

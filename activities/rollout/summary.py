@@ -1,7 +1,7 @@
 """Counts and metrics of finished groups: what a collection and an evaluation report."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from activities.rollout.filters import has_mixed_rewards
@@ -37,6 +37,15 @@ class SampledTally:
         """Count a failed group attempt."""
         self.faults[category] = self.faults.get(category, 0) + 1
 
+    def merge(self, other: "SampledTally") -> None:
+        """Add what ``other`` counted."""
+        self.reward_sum += other.reward_sum
+        self.scored_samples += other.scored_samples
+        self.error_samples += other.error_samples
+        for mine, theirs in ((self.dropped, other.dropped), (self.faults, other.faults)):
+            for name, count in theirs.items():
+                mine[name] = mine.get(name, 0) + count
+
     @property
     def reward_mean(self) -> float:
         """Mean reward of all samples with a score.
@@ -69,6 +78,7 @@ def collection_metrics(
     tally: SampledTally,
     max_requeues: int,
     seconds: float,
+    queue_metrics: Mapping[str, float],
 ) -> dict[str, float]:
     """The ``rollout/`` metrics of a collection; every name is declared."""
     samples = [sample for group in groups for sample in group.samples]
@@ -90,6 +100,7 @@ def collection_metrics(
         "rollout/weight_version/max": max(versions),
         "rollout/max_requeues": max_requeues,
         **{f"rollout/dynamic_filter/drop_{name}": n for name, n in tally.dropped.items()},
+        **queue_metrics,
     }
     refuse_undeclared(metrics)
     return metrics

@@ -13,7 +13,8 @@ from activities.rollout.filters import VERIFIER_ERROR, drop_reason
 from activities.rollout.policy import ServedPolicy
 from activities.rollout.source import PromptSource
 from activities.rollout.summary import SampledTally
-from models.errors import ContractViolation, GenerationFault
+from activities.rollout.unscored import ERROR_FACTOR, complaint, refuse_broken_verifier
+from models.errors import GenerationFault
 from models.prompt import PromptDraw
 from models.rollout import DroppedGroup
 from models.sample import SampleGroup
@@ -21,9 +22,6 @@ from models.sample import SampleGroup
 FILTER_FACTOR = 16
 """Draws of a collection beyond this many batches are kept even when their rewards tie: a policy
 that always ties would otherwise sample for ever and the run would never end."""
-
-ERROR_FACTOR = 4
-"""More groups than this many batches without a score mean that the verifier is broken."""
 
 _log = structlog.get_logger(__name__)
 
@@ -106,7 +104,9 @@ class TrainingGroups:
             return
         self._dropped[draw.group_index] = reason
         if reason == VERIFIER_ERROR:
-            self._refuse_broken_verifier(group)
+            _log.warning("group_not_scored", group=group.group_index, error=complaint(group))
+            limit = ERROR_FACTOR * self._batch_size
+            refuse_broken_verifier(self.tally.dropped[VERIFIER_ERROR], limit, group)
 
     def on_fault(self, draw: PromptDraw, fault: GenerationFault) -> None:
         """Requeue the whole group with its identity; nothing of the attempt is kept."""
@@ -124,18 +124,3 @@ class TrainingGroups:
         self._held.clear()
         self._kept.clear()
         self._dropped.clear()
-
-    def _refuse_broken_verifier(self, group: SampleGroup) -> None:
-        details = [
-            f"{verdict.name}: {verdict.detail}"
-            for sample in group.samples
-            for verdict in sample.verdicts
-            if verdict.score != verdict.score
-        ]
-        detail = details[0] if details else "the weighted sum of scores is not finite"
-        _log.warning("group_not_scored", group=group.group_index, error=detail)
-        if self.tally.dropped[VERIFIER_ERROR] > ERROR_FACTOR * self._batch_size:
-            raise ContractViolation(
-                f"{self.tally.dropped[VERIFIER_ERROR]} groups of one collection could not be "
-                f"scored; the last one, sample {group.prepared_sample_id}: {detail}"
-            )

@@ -15,6 +15,7 @@ from activities.storage.layout import TRAIN_JSONL
 from activities.storage.store import Store
 from activities.verifiers.registry import VerifierSet, build_verifiers
 from activities.wire.client import EngineClient
+from activities.wire.contract import ABORT_REQUEST, GENERATE
 from configs.run import RunSpec
 from models.ids import RunRef
 from models.prompt import DataState, PreparedPrompt, PromptMetadata, VerifierTarget
@@ -39,8 +40,13 @@ class ScriptedEngine:
         self.active = 0
         self.max_active = 0
         self.cancelled = 0
+        self.aborts = 0
+        """Calls of ``/abort_request`` with ``abort_all``."""
 
     async def handle(self, request: httpx.Request) -> httpx.Response:
+        if request.url.path != GENERATE:
+            self.aborts += request.url.path == ABORT_REQUEST
+            return httpx.Response(200, json={})
         self.bodies.append(json.loads(request.content))
         self.active += 1
         self.max_active = max(self.max_active, self.active)
@@ -125,6 +131,16 @@ class RolloutRig:
         for name, section in sections.items():
             base[name] = {**base.get(name, {}), **section}
         return RunSpec.model_validate(base)
+
+    def async_spec(self, **sections: dict[str, Any]) -> RunSpec:
+        """``spec`` of a fully async run: one engine, groups of two, batches of two."""
+        base: dict[str, dict[str, Any]] = {
+            "async": {"fully_async": True, "async_max_concurrent_samples": 8},
+            "training": {"rollout_batch_size": 2, "samples_per_prompt": 2},
+            "core": {"pipeline_observation_interval_s": 0},
+        }
+        names = {*base, *sections}
+        return self.spec(**{n: {**base.get(n, {}), **sections.get(n, {})} for n in names})
 
     def prompts(self, count: int, split: str = "train") -> list[PreparedPrompt]:
         return [self.prompt(row, split) for row in range(count)]

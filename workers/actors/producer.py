@@ -12,7 +12,7 @@ from configs.run import RunSpec
 from models.errors import ProducerLost
 from models.evaluation import EvaluateRequest, EvaluationReport
 from models.ids import FenceToken
-from models.ports import StageProgress
+from models.ports import ServingReport, StageProgress
 from models.prompt import DataState
 from models.rollout import CollectRequest, RolloutCollection
 from workers.actors.order import ActorFacts, ActorOrder, describe, enter
@@ -54,6 +54,18 @@ class ProducerActor:
     async def set_engines(self, token: FenceToken, urls: tuple[str, ...]) -> None:
         """See ``ProducerPort.set_engines``."""
         await self._ready().set_engines(token, urls)
+
+    async def begin_publication(self, token: FenceToken, version: int) -> None:
+        """See ``ProducerPort.begin_publication``."""
+        await self._ready().begin_publication(token, version)
+
+    async def end_publication(self, token: FenceToken, version: int) -> None:
+        """See ``ProducerPort.end_publication``."""
+        await self._ready().end_publication(token, version)
+
+    async def reports(self, after: int) -> tuple[ServingReport, ...]:
+        """See ``ProducerPort.reports``."""
+        return await self._ready().reports(after)
 
     async def progress(self) -> StageProgress:
         """See ``ProducerPort.progress``."""

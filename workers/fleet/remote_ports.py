@@ -1,14 +1,18 @@
 """Trainer and producer of a run as the ports that activities use."""
 
+from activities.rollout.in_flight import ABORT_JOIN_S, JOIN_S
 from models.checkpoint import CheckpointFile
 from models.evaluation import EvaluateRequest, EvaluationReport, ExportReport
 from models.ids import FenceToken
-from models.ports import StageProgress
+from models.ports import ServingReport, StageProgress
 from models.prompt import DataState
 from models.publication import WeightsRef
 from models.rollout import CollectRequest, RolloutCollection
 from models.update import UpdateReport
-from workers.fleet.calls import RemoteActor
+from workers.fleet.calls import QUICK_TIMEOUT_S, RemoteActor
+
+BOUNDARY_TIMEOUT_S = JOIN_S + ABORT_JOIN_S + QUICK_TIMEOUT_S
+"""For a publication boundary: cancelled groups get their time to end."""
 
 
 class RemoteTrainer:
@@ -85,6 +89,19 @@ class RemoteProducer:
     async def set_engines(self, token: FenceToken, urls: tuple[str, ...]) -> None:
         """See ``ProducerPort``."""
         await self._actor.call("set_engines", token, urls)
+
+    async def begin_publication(self, token: FenceToken, version: int) -> None:
+        """See ``ProducerPort``."""
+        await self._actor.call("begin_publication", token, version, timeout_s=BOUNDARY_TIMEOUT_S)
+
+    async def end_publication(self, token: FenceToken, version: int) -> None:
+        """See ``ProducerPort``."""
+        await self._actor.call("end_publication", token, version, timeout_s=BOUNDARY_TIMEOUT_S)
+
+    async def reports(self, after: int) -> tuple[ServingReport, ...]:
+        """See ``ProducerPort``."""
+        reports: tuple[ServingReport, ...] = await self._actor.call("reports", after)
+        return reports
 
     async def progress(self) -> StageProgress:
         """See ``ProducerPort``."""
