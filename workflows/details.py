@@ -1,6 +1,7 @@
 """The run's current state as Markdown, for the Web UI and ``temporal workflow metadata``."""
 
-from models.run import RunProgress
+from models.run import LoopPlan, RunProgress
+from workflows import loop
 
 
 def render(progress: RunProgress) -> str:
@@ -10,10 +11,11 @@ def render(progress: RunProgress) -> str:
         f"## {progress.state.value}: update {progress.next_update} of {total or '?'}",
         "",
         f"- now: {progress.stage}{' (paused)' if progress.paused else ''}",
+        *([f"- mode: {_mode(progress.plan)}"] if progress.plan else []),
         f"- policy version: {progress.policy_version}, lag {progress.lag}",
         f"- reward: {_reward(progress)}",
         f"- last checkpoint: {_checkpoint(progress)}",
-        f"- last evaluation: {_evaluation(progress)}",
+        f"- last evaluation: {_submission(progress) or _evaluation(progress)}",
         f"- epoch {progress.epoch}, recoveries {progress.recoveries}, "
         f"updates redone {progress.updates_redone}",
     ]
@@ -24,6 +26,12 @@ def render(progress: RunProgress) -> str:
     if progress.error is not None:
         lines.append(f"- error: {progress.error_type}: {progress.error}")
     return "\n".join(lines)
+
+
+def _mode(plan: LoopPlan) -> str:
+    if plan.fully_async:
+        return f"fully asynchronous, lag at most {plan.max_policy_lag}"
+    return "one collection ahead" if loop.overlaps(plan) else "sequential"
 
 
 def _reward(progress: RunProgress) -> str:
@@ -50,3 +58,14 @@ def _evaluation(progress: RunProgress) -> str:
     if report is None:
         return "none yet"
     return f"{report.reward_mean:.3f} on {report.prompts} prompts after update {report.update}"
+
+
+def _submission(progress: RunProgress) -> str:
+    """State of the newest evaluation in background; empty when there is none."""
+    submission = progress.submission
+    if submission is None:
+        return ""
+    text = f"after update {submission.update}, in background: {submission.status.value}"
+    if submission.error_type:
+        return f"{text} ({submission.error_type}: {submission.error})"
+    return f"{text} (`{submission.receipt}`)"

@@ -319,7 +319,9 @@ class RunStages:
         progress = self.progress
         reward = collection.reward_mean
         is_new = report.update >= progress.furthest_update
-        rate = collection.counts.response_tokens / max(collection.seconds, 1e-9)
+        update_s = now - (self._updated_at or now)
+        # A fully async collection is mostly sampled before anybody asks for it.
+        sampled_s = update_s if self._plan.fully_async else collection.seconds
         self.set(
             next_update=report.update + 1,
             policy_version=report.policy_version,
@@ -331,10 +333,8 @@ class RunStages:
             reward_first=reward if progress.reward_first is None else progress.reward_first,
             reward_last=reward,
             reward_recent=loop.recent_rewards(progress.reward_recent, reward),
-            tokens_per_second=rate,
-            seconds_per_update=loop.smoothed(
-                progress.seconds_per_update, now - (self._updated_at or now)
-            ),
+            tokens_per_second=collection.counts.response_tokens / max(sampled_s, 1e-9),
+            seconds_per_update=loop.smoothed(progress.seconds_per_update, update_s),
             stopped_for_time=loop.deadline_reached(progress, now),
         )
         self._updated_at = now

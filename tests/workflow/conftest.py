@@ -175,9 +175,10 @@ async def make_stage(
     stages: list[Stage] = []
     async with AsyncExitStack() as workers:
 
-        async def make(num_engines: int = 1) -> Stage:
+        async def make(num_engines: int = 1, *, with_router: bool = False) -> Stage:
             name = f"t{uuid.uuid4().hex[:10]}"
-            stage = Stage(temporal_client, tmp_path / name, name, FakeFleet(num_engines))
+            fleet = FakeFleet(num_engines, with_router=with_router)
+            stage = Stage(temporal_client, tmp_path / name, name, fleet)
             site = site_of(stage.fleet, stage.tracker)
             background = BackgroundActivities(site, stage.evaluators.open, "tests")
             activities = [
