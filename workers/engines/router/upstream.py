@@ -175,7 +175,7 @@ class _Connection(asyncio.Protocol):
         except h11.RemoteProtocolError as error:
             if self._transport is not None:
                 self._transport.abort()
-            self._lose(f"the engine does not speak HTTP: {error}")
+            self._lose(f"no HTTP: {error}" if data else "the engine hung up")
 
     def _finish(self) -> None:
         """The answer is complete; the connection is idle, or over when the engine says so."""

@@ -1,0 +1,303 @@
+"""Loopback proxies that break connections on purpose.
+
+``FaultProxy`` understands HTTP/1.1 and breaks chosen requests:
+
+    async with FaultProxy(engine_url) as proxy:
+        proxy.fail_next(Close(), count=2)                  # the next two POST /generate
+        proxy.fail_next(Answer(503, {"message": QUEUE_FULL}))
+        proxy.plan = lambda seen: Delay(0.2) if seen.number % 2 else None   # all the others
+        ... use proxy.url ...
+        assert proxy.count("/generate") == 5
+
+``LatentLink`` knows bytes only and delivers them late, closings too, as a network does.
+"""
+
+import asyncio
+import contextlib
+import json
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+DEADLINE_S = 60.0
+"""For one answer of the server behind."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A request as it arrived."""
+
+    method: str
+    path: str
+    """Without the query."""
+    headers: dict[str, str]
+    body: bytes
+    number: int
+    """Counts all requests of the proxy from 0."""
+
+
+@dataclass(frozen=True)
+class Close:
+    """Close the connection without an answer; the server behind never sees the request."""
+
+
+@dataclass(frozen=True)
+class Reset:
+    """Pass the request on, send this share of the answer's bytes, then reset the connection."""
+
+    share: float = 0.5
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Answer this; the server behind never sees the request. ``body``: bytes, or sent as JSON."""
+
+    status: int
+    body: Any = b""
+
+
+@dataclass(frozen=True)
+class Delay:
+    """Pass the request on after this many seconds."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Hang:
+    """Never answer; the server behind never sees the request."""
+
+
+Fault = Close | Reset | Answer | Delay | Hang
+Plan = Callable[[Seen], Fault | None]
+
+
+class FaultProxy:
+    """In front of the server at ``target``. Without a fault it changes no byte of an answer.
+
+    ``idle_close_s``: close a client's connection that is idle for so long.
+    """
+
+    def __init__(self, target: str, *, idle_close_s: float | None = None) -> None:
+        parts = urlsplit(target)
+        self._target = (parts.hostname or "127.0.0.1", parts.port or 80)
+        self._idle_close_s = idle_close_s
+        self._next: deque[tuple[str, Fault]] = deque()
+        self._server: asyncio.Server | None = None
+        self._serving: set[asyncio.Task[None]] = set()
+        self.plan: Plan = lambda seen: None
+        """Asked for every request that no ``fail_next`` is meant for."""
+        self.requests: list[Seen] = []
+        self.connections = 0
+        """Connections accepted so far."""
+        self.url = ""
+
+    async def __aenter__(self) -> Self:
+        await self.listen()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def listen(self) -> None:
+        """Accept connections; again on the same port after ``close``."""
+        port = urlsplit(self.url).port or 0
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", port)
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    async def close(self) -> None:
+        """Refuse new connections and cut the open ones: to clients the server is gone."""
+        if self._server is not None:
+            self._server.close()
+        for task in tuple(self._serving):
+            task.cancel()
+        await asyncio.gather(*self._serving, return_exceptions=True)
+
+    def fail_next(self, fault: Fault, *, count: int = 1, path: str = "/generate") -> None:
+        """Break the next ``count`` requests of ``path``."""
+        self._next.extend((path, fault) for _ in range(count))
+
+    def count(self, path: str) -> int:
+        """Requests of ``path`` so far, broken ones included."""
+        return sum(seen.path == path for seen in self.requests)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._serving.add(task)
+        self.connections += 1
+        try:
+            while await self._one(reader, writer):
+                pass
+        except (OSError, EOFError, TimeoutError, asyncio.CancelledError):
+            pass
+        finally:
+            self._serving.discard(task)
+            writer.transport.abort()
+
+    async def _one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        """Serve one request; whether the connection may serve another."""
+        async with asyncio.timeout(self._idle_close_s):
+            head = await reader.readuntil(b"\r\n\r\n")
+        headers = _headers(head)
+        body = await reader.readexactly(int(headers.get("content-length", "0")))
+        method, target = head.split(b" ", 2)[:2]
+        seen = Seen(
+            method.decode(), target.decode().partition("?")[0], headers, body, len(self.requests)
+        )
+        self.requests.append(seen)
+        fault = self._fault(seen)
+        if isinstance(fault, Close):
+            return False
+        if isinstance(fault, Hang):
+            await reader.read()
+            return False
+        if isinstance(fault, Answer):
+            writer.write(_answer(fault))
+            return True
+        if isinstance(fault, Delay):
+            await asyncio.sleep(fault.seconds)
+        answer = await self._ask(reader, head + body)
+        if isinstance(fault, Reset):
+            writer.write(answer[: round(len(answer) * fault.share)])
+            await writer.drain()
+            _reset_on_close(writer)
+            return False
+        writer.write(answer)
+        await writer.drain()
+        return True
+
+    def _fault(self, seen: Seen) -> Fault | None:
+        for index, (path, fault) in enumerate(self._next):
+            if path == seen.path:
+                del self._next[index]
+                return fault
+        return self.plan(seen)
+
+    async def _ask(self, client: asyncio.StreamReader, request: bytes) -> bytes:
+        """The raw answer of the server behind; hangs up there when the client does here."""
+        reader, writer = await asyncio.open_connection(*self._target)
+        asking = asyncio.ensure_future(_exchange(reader, writer, request))
+        leaving = asyncio.ensure_future(_until_left(client))
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                await asyncio.wait({asking, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if not asking.done():
+                raise ConnectionResetError("the client left")
+            return asking.result()
+        finally:
+            for task in (asking, leaving):
+                task.cancel()
+            await asyncio.gather(asking, leaving, return_exceptions=True)
+            writer.transport.abort()
+
+
+class LatentLink:
+    """A TCP link to ``target`` that delivers everything ``latency_s`` later, closings included."""
+
+    def __init__(self, target: str, latency_s: float) -> None:
+        parts = urlsplit(target)
+        self._target = (parts.hostname or "127.0.0.1", parts.port or 80)
+        self._latency_s = latency_s
+        self._server: asyncio.Server | None = None
+        self._serving: set[asyncio.Task[None]] = set()
+        self.connections = 0
+        self.url = ""
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._server is not None
+        self._server.close()
+        for task in tuple(self._serving):
+            task.cancel()
+        await asyncio.gather(*self._serving, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._serving.add(task)
+        self.connections += 1
+        behind_reader, behind_writer = await asyncio.open_connection(*self._target)
+        try:
+            await asyncio.gather(
+                self._carry(reader, behind_writer), self._carry(behind_reader, writer)
+            )
+        except asyncio.CancelledError:
+            pass
+        finally:
+            self._serving.discard(task)
+            writer.transport.abort()
+            behind_writer.transport.abort()
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Bytes in one direction until their end; each piece and the end arrive late."""
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                piece = await reader.read(65_536)
+            except ConnectionError:
+                piece = b""
+            if piece:
+                loop.call_later(self._latency_s, writer.write, piece)
+                continue
+            await asyncio.sleep(self._latency_s)
+            writer.transport.close()
+            return
+
+
+async def _exchange(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: bytes
+) -> bytes:
+    """Send ``request``; the raw bytes of the whole answer."""
+    writer.write(request)
+    head = await reader.readuntil(b"\r\n\r\n")
+    headers = _headers(head)
+    if headers.get("transfer-encoding") == "chunked":
+        return head + await _chunks(reader)
+    return head + await reader.readexactly(int(headers.get("content-length", "0")))
+
+
+async def _chunks(reader: asyncio.StreamReader) -> bytes:
+    """The raw bytes of a chunked body."""
+    parts = []
+    while True:
+        line = await reader.readuntil(b"\r\n")
+        chunk = await reader.readexactly(int(line.split(b";")[0], 16) + 2)
+        parts += [line, chunk]
+        if chunk == b"\r\n":
+            return b"".join(parts)
+
+
+async def _until_left(reader: asyncio.StreamReader) -> None:
+    """Return when the client has closed; it sends nothing while it waits for an answer."""
+    with contextlib.suppress(ConnectionError):
+        await reader.read(1)
+
+
+def _headers(head: bytes) -> dict[str, str]:
+    lines = head.decode("latin-1").split("\r\n")[1:]
+    pairs = (line.partition(":") for line in lines if line)
+    return {name.lower(): value.strip() for name, _, value in pairs}
+
+
+def _answer(answer: Answer) -> bytes:
+    body = answer.body if isinstance(answer.body, bytes) else json.dumps(answer.body).encode()
+    head = (
+        f"HTTP/1.1 {answer.status} Planned\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+def _reset_on_close(writer: asyncio.StreamWriter) -> None:
+    """Closing sends RST instead of FIN."""
+    connection: socket.socket = writer.get_extra_info("socket")
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

@@ -1,0 +1,179 @@
+"""A real router process, and small HTTP engines in this process that do as they are told."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Self
+
+from activities.wire.router_client import RouterClient
+from models.ids import FenceToken
+from models.routing import EngineState, RoutedEngine, RouterState, RoutingTable
+
+DEADLINE_S = 30.0
+
+
+class StubEngine:
+    """A loopback engine: counts calls, holds them while ``go`` is clear, tells a version."""
+
+    def __init__(self, name: str, version: int = 0) -> None:
+        self.name = name
+        self.version = version
+        self.healthy = True
+        self.status = 200
+        self.go = asyncio.Event()
+        self.go.set()
+        self.bodies: list[bytes] = []
+        self.aborts: list[bytes] = []
+        self.active = 0
+        self.hung_up = 0
+        """Calls whose client left before the answer."""
+        self.health_checks = 0
+        self.url = ""
+        self._server: asyncio.Server | None = None
+        self._serving: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Self:
+        await self.listen()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.die()
+
+    async def listen(self) -> None:
+        """Serve; after ``die`` on the same port, as a process that was started again."""
+        port = int(self.url.rpartition(":")[2] or 0)
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", port)
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    async def die(self) -> None:
+        """Refuse and cut every connection."""
+        if self._server is not None:
+            self._server.close()
+        for task in tuple(self._serving):
+            task.cancel()
+        await asyncio.gather(*self._serving, return_exceptions=True)
+
+    def routed(self, **changes: Any) -> RoutedEngine:
+        """How a table names this engine."""
+        facts = {
+            "name": self.name,
+            "url": self.url,
+            "incarnation": 0,
+            "version": self.version,
+            "digest": f"digest-{self.version}",
+            "state": EngineState.SERVING,
+        }
+        return RoutedEngine(**{**facts, **changes})
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._serving.add(task)
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                method, path = head.split(b" ", 2)[:2]
+                length = [
+                    int(line.partition(b":")[2])
+                    for line in head.lower().split(b"\r\n")
+                    if line.startswith(b"content-length:")
+                ]
+                body = await reader.readexactly(length[0] if length else 0)
+                status, answer = await self._answer(method + b" " + path, body, reader)
+                writer.write(
+                    b"HTTP/1.1 %d X\r\ncontent-type: application/json\r\nx-own: 1\r\n"
+                    b"content-length: %d\r\n\r\n" % (status, len(answer)) + answer
+                )
+        except (OSError, EOFError, asyncio.CancelledError):
+            pass
+        finally:
+            self._serving.discard(task)
+            writer.transport.abort()
+
+    async def _answer(
+        self, route: bytes, body: bytes, reader: asyncio.StreamReader
+    ) -> tuple[int, bytes]:
+        if route == b"POST /generate":
+            return await self._generate(body, reader)
+        if route == b"POST /abort_request":
+            self.aborts.append(body)
+            return 200, b""
+        if route == b"GET /health":
+            self.health_checks += 1
+            return (200 if self.healthy else 503), b""
+        return 200, json.dumps({"weight_version": str(self.version)}).encode()
+
+    async def _generate(self, body: bytes, reader: asyncio.StreamReader) -> tuple[int, bytes]:
+        self.bodies.append(body)
+        self.active += 1
+        going = asyncio.ensure_future(self.go.wait())
+        leaving = asyncio.ensure_future(reader.read(1))
+        try:
+            await asyncio.wait({going, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if not going.done():
+                self.hung_up += 1
+                raise ConnectionResetError("the client left")
+        finally:
+            self.active -= 1
+            for each in (going, leaving):
+                each.cancel()
+            await asyncio.gather(going, leaving, return_exceptions=True)
+        return self.status, b'{"engine": "%s",  "echo": %s}' % (self.name.encode(), body or b"0")
+
+
+def token(epoch: int = 1, update: int = 0, attempt: int = 1) -> FenceToken:
+    return FenceToken(epoch=epoch, update=update, attempt=attempt)
+
+
+def table(*engines: StubEngine | RoutedEngine, versions: tuple[int, ...] = (0,)) -> RoutingTable:
+    """A table of engines under the committed ``versions``."""
+    return RoutingTable(
+        engines=tuple(e.routed() if isinstance(e, StubEngine) else e for e in engines),
+        committed=tuple((version, f"digest-{version}") for version in versions),
+    )
+
+
+class RouterProcess:
+    """A router process and its control client."""
+
+    def __init__(self, process: asyncio.subprocess.Process, url: str) -> None:
+        self.process = process
+        self.url = url
+        self.control = RouterClient(url)
+
+    async def until(self, condition: Callable[[RouterState], bool]) -> RouterState:
+        """The state as soon as ``condition`` holds."""
+        async with asyncio.timeout(DEADLINE_S):
+            while not condition(state := await self.control.state()):
+                await asyncio.sleep(0.01)
+        return state
+
+
+@asynccontextmanager
+async def router_process(folder: Path, *options: str) -> AsyncIterator[RouterProcess]:
+    """``python -m workers.engines.router`` with ``options``; ended by SIGTERM, checked."""
+    ready = folder / f"router-{time.monotonic_ns()}.json"
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "workers.engines.router", "--ready-file", str(ready)),
+        *("--exit-with-parent", *options),
+        env=dict(os.environ),
+    )
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            while not ready.exists():
+                assert process.returncode is None, "the router ended before it was ready"
+                await asyncio.sleep(0.02)
+        router = RouterProcess(process, str(json.loads(ready.read_text())["url"]))
+        yield router
+        await router.control.aclose()
+    finally:
+        if process.returncode is None:
+            process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(DEADLINE_S):
+            assert await process.wait() == 0
