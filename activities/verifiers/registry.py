@@ -6,7 +6,7 @@ from activities.verifiers.base import Verifier
 from activities.verifiers.exact import ExactVerifier
 from activities.verifiers.gym import GymVerifier
 from activities.verifiers.number import NumberVerifier
-from models.errors import ConfigurationError
+from models.errors import ConfigurationError, ContractViolation, GenerationFault
 from models.prompt import PreparedPrompt
 from models.sample import Verdict
 
@@ -34,11 +34,19 @@ class VerifierSet:
         return self._verifiers[name]
 
     async def score(self, prompt: PreparedPrompt, text: str) -> list[Verdict]:
-        """One verdict a verifier of the prompt, in the prompt's order."""
-        return [
-            await self.require(target.name).verify(prompt, target, text)
-            for target in prompt.metadata.verifiers
-        ]
+        """One verdict a verifier of the prompt, in the prompt's order.
+
+        Raises:
+            ContractViolation: a verifier let a serving fault of its own service out. Taken for one
+                of the run's engines, it would be retried for ever.
+        """
+        verdicts = []
+        for target in prompt.metadata.verifiers:
+            try:
+                verdicts.append(await self.require(target.name).verify(prompt, target, text))
+            except GenerationFault as fault:
+                raise ContractViolation(f"verifier {target.name!r}: {fault.message}") from fault
+        return verdicts
 
     async def aclose(self) -> None:
         """End what the verifiers started."""
