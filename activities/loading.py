@@ -34,7 +34,7 @@ class LoadOrder:
     token: FenceToken
     weights: WeightsRef
     timeout_s: float
-    """Seconds for the phases up to ``verify`` together."""
+    """Seconds for the phases up to ``verify`` together, and once more for ``resume``."""
 
 
 class Phase(StrEnum):
@@ -89,8 +89,9 @@ class EngineUpdate:
         """
         if self.repeated and phase is not Phase.RESUME:
             return
-        # Resuming is bounded by the call itself: it comes after the waits for other engines.
-        deadline = None if phase is Phase.RESUME else self._deadline
+        deadline = self._deadline
+        if phase is Phase.RESUME:  # comes after waits for other engines
+            deadline = asyncio.get_running_loop().time() + self._order.timeout_s
         try:
             async with asyncio.timeout_at(deadline):
                 await self._steps[phase]()

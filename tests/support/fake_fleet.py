@@ -166,8 +166,7 @@ class FakeFleet:
             self._producer = FakeProducer(self.script, store, self.all_requests)
             rebuilt.append("producer")
         while len(self.engine_list) < self.num_engines:
-            rank = len(self.engine_list)
-            self.engine_list.append(FakeEngine(f"engine-{rank}", f"http://engine-{rank}.0"))
+            self.engine_list.append(await self.spawn(f"engine-{len(self.engine_list)}", 0))
         self._heal_router()
         trainer.guard.admit(token)
         self.torn_down = False
@@ -178,6 +177,10 @@ class FakeFleet:
             consumed_through=trainer.next_update - 1,
             rebuilt=tuple(rebuilt),
         )
+
+    async def spawn(self, name: str, incarnation: int) -> FakeEngine:
+        """A new engine, without weights."""
+        return FakeEngine(name, f"http://{name}.{incarnation}", incarnation)
 
     def trainer(self, run: RunRef) -> FakeTrainer:
         return self.live_trainer
@@ -223,10 +226,7 @@ class FakeFleet:
         fresh = []
         for rank, engine in enumerate(self.engine_list):
             if not engine.alive:
-                incarnation = engine.incarnation + 1
-                self.engine_list[rank] = FakeEngine(
-                    engine.name, f"http://{engine.name}.{incarnation}", incarnation
-                )
+                self.engine_list[rank] = await self.spawn(engine.name, engine.incarnation + 1)
                 fresh.append(self.engine_list[rank].handle)
                 self.script.log.append(f"respawned {engine.name}")
         return tuple(fresh)
