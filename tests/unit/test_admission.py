@@ -118,3 +118,78 @@ async def test_the_wait_for_idle_has_a_deadline():
 async def test_a_release_without_a_permit_is_a_defect():
     with pytest.raises(RuntimeError):
         AdmissionGate(1).release()
+
+
+async def test_an_abort_ends_waiters_callers_and_those_already_scored():
+    gate, ended = AdmissionGate(2), []
+
+    async def call(name, scoring):
+        try:
+            await gate.acquire()
+            try:
+                if not scoring:
+                    await asyncio.Event().wait()
+            finally:
+                gate.release()
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)  # cleaning up takes a turn of the loop
+            ended.append(name)
+
+    callers = [
+        asyncio.ensure_future(call(name, name == "scoring"))
+        for name in ("scoring", "calling", "calling too", "waiting")
+    ]
+    await settle()
+    assert (gate.active, gate.waiting) == (2, 1)
+    await gate.abort(5)
+    assert sorted(ended) == ["calling", "calling too", "scoring", "waiting"]
+    assert all(caller.cancelled() for caller in callers)
+    assert (gate.active, gate.waiting) == (0, 0)
+    with pytest.raises(RuntimeError, match="aborted"):
+        gate.resume()
+    later = asyncio.ensure_future(gate.acquire())
+    await asyncio.wait({later}, timeout=5)
+    assert later.cancelled()
+    assert gate.active == 0
+
+
+async def test_an_abort_leaves_alone_what_has_ended_and_has_a_deadline():
+    gate = AdmissionGate(4)
+
+    async def call():
+        await gate.acquire()
+        gate.release()
+
+    for _ in range(3):
+        await asyncio.ensure_future(call())
+
+    release = asyncio.Event()
+
+    async def stubborn():
+        await gate.acquire()
+        while not release.is_set():
+            try:
+                await release.wait()
+            except asyncio.CancelledError:
+                continue
+        gate.release()
+
+    task = asyncio.ensure_future(stubborn())
+    await settle()
+    with pytest.raises(ServiceUnreachable, match="1 cancelled calls"):
+        await gate.abort(0.01)
+    release.set()
+    await asyncio.wait_for(task, 5)
+    await gate.abort(5)
+
+
+async def test_a_permit_just_handed_over_is_given_back_on_an_abort():
+    gate = AdmissionGate(1)
+    await gate.acquire()
+    waiter = asyncio.ensure_future(gate.acquire())
+    await settle()
+    gate.release()  # the waiter has the permit, but has not run yet
+    await gate.abort(5)
+    assert waiter.cancelled()
+    assert (gate.active, gate.waiting) == (0, 0)

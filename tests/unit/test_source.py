@@ -1,6 +1,8 @@
 """The prompt source: exact epochs, one ledger, identities that survive everything."""
 
 import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -164,6 +166,87 @@ def test_collections_of_a_dead_epoch_are_taken_apart():
     again = ledger.draw(3)
     assert indices(again) == [1, 2, 3]
     assert [draw.requeues for draw in again] == [0, 0, 0]
+
+
+def test_a_stale_group_goes_back_with_its_own_count():
+    ledger = source(8, shuffle=False)
+    ledger.draw(2)
+    ledger.requeue([1, 0], failed=False, stale=True)
+    ledger.requeue([1], failed=False, stale=True)
+    again = ledger.draw(2)
+    assert [(draw.group_index, draw.requeues, draw.stale) for draw in again] == [
+        (1, 0, 2),
+        (0, 0, 1),
+    ]
+    assert ledger.most_stale == 2
+    ledger.assign(0, [1])
+    assert ledger.most_stale == 2  # consumed, not trained yet
+    ledger.forget(0)
+    assert ledger.most_stale == 1
+    assert source(8, ledger.snapshot(0), shuffle=False).draw(1)[0].stale == 1
+
+
+def test_groups_of_a_collection_that_failed_stay_handed_out():
+    ledger = source(8, shuffle=False)
+    drawn = ledger.draw(3)
+    ledger.assign(0, [0, 2])
+    ledger.release([0, 2])
+    assert indices(ledger.snapshot(0).pending) == [0, 1, 2]
+    assert indices(ledger.draw(1)) == [3]
+    ledger.assign(0, [0, 2])
+    ledger.release([drawn[0].group_index])
+    assert indices(ledger.snapshot(0).pending) == [0, 1, 3]
+
+
+def test_a_snapshot_counts_what_generates_and_what_waits_for_the_trainer():
+    """Three groups taken; the first is trained, one generates, one is finished and not consumed."""
+    ledger = source(8, shuffle=False)
+    first, generating, completed = ledger.draw(3)
+    ledger.assign(0, [first.group_index])
+    state = ledger.snapshot(0)
+    assert state.sample_offset == 3
+    assert list(state.pending) == [generating, completed]
+    assert rows(state.pending) == [1, 2]
+    resumed = source(8, DataState.model_validate_json(state.model_dump_json()), shuffle=False)
+    again = resumed.draw(3)
+    assert rows(again) == [1, 2, 3]
+    sample_indices = [draw.first_sample_index + each for draw in again for each in (0, 1)]
+    assert sample_indices == [2, 3, 4, 5, 6, 7]
+
+
+def test_nothing_is_handed_out_while_a_snapshot_is_taken(monkeypatch):
+    ledger = source(8, shuffle=False)
+    ledger.draw(2)
+    inside, go_on, drawn = threading.Event(), threading.Event(), threading.Event()
+    in_order = PromptSource._in_order
+
+    def held(self):
+        inside.set()
+        assert go_on.wait(20)
+        return in_order(self)
+
+    monkeypatch.setattr(PromptSource, "_in_order", held)
+    with ThreadPoolExecutor(2) as pool:
+        snapshot = pool.submit(ledger.snapshot, -1)
+        assert inside.wait(20)
+        draws = pool.submit(lambda: (ledger.draw(1), drawn.set())[0])
+        assert not drawn.wait(0.2)
+        go_on.set()
+        assert indices(snapshot.result(20).pending) == [0, 1]
+        assert indices(draws.result(20)) == [2]
+    assert snapshot.result().sample_group_index == 2  # what came later is not in it
+
+
+def test_adopting_undoes_what_was_drawn_since():
+    maker = source(6, shuffle=False)
+    drawn = maker.draw(2)
+    maker.assign(0, indices(drawn))
+    after = maker.snapshot(0)
+    maker.assign(1, indices(maker.draw(2)))  # of an epoch that is over
+    maker.draw(1)
+    maker.adopt(0, [group_of(draw) for draw in drawn], after)
+    assert maker.snapshot(0) == after
+    assert indices(maker.draw(3)) == [2, 3, 4]
 
 
 def test_adopting_a_collection_keeps_its_groups_until_they_are_trained():
