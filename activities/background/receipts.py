@@ -79,8 +79,12 @@ def change_receipt(store: Store, rel: str, **changes: Any) -> EvaluationReceipt:
 
 
 def receipts(store: Store) -> Iterator[tuple[str, EvaluationReceipt]]:
-    """(path relative to the root, receipt) of every readable receipt, by update and name."""
-    for name in store.list(layout.EVALUATION):
+    """(path relative to the root, receipt) of every readable receipt, by update.
+
+    Resubmissions follow what they repeat.
+    """
+    names = store.list(layout.EVALUATION)
+    for name in sorted(names, key=lambda name: name.removesuffix(".json")):
         if _NAME.fullmatch(name):
             rel = f"{layout.EVALUATION}/{name}"
             try:

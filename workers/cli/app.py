@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from workers.cli import audit, config, control, model, run, stack, status
+from workers.cli import audit, config, control, evaluation, model, run, stack, status
 from workers.cli.errors import DONE, report
 
 app = typer.Typer(
@@ -45,6 +45,7 @@ def _register() -> None:
     ):
         for command in commands:
             app.command(rich_help_panel=panel)(command)
+    app.add_typer(evaluation.group, name="evaluation", rich_help_panel="Runs")
     app.add_typer(config.group, name="config", rich_help_panel="Run files")
     app.add_typer(model.group, name="model", rich_help_panel="Run files")
     app.add_typer(stack.worker_group, name="worker", rich_help_panel="Embedded stack")

@@ -1,5 +1,6 @@
 """What a run left under its output root, as far as people want to see it at once."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +56,17 @@ def read_costs(root: str) -> UpdateCosts | None:
         return update_costs(Store(root))
     except (PerdureError, OSError, KeyError):
         return None
+
+
+def read_submissions(root: str) -> Sequence[dict[str, Any]]:
+    """Summaries of the receipts of background evaluations; none when the root cannot tell."""
+    # Receipts bring the samplers along, which is more than most verbs need.
+    from workers.cli.receipts import summaries
+
+    try:
+        return summaries(root)
+    except (PerdureError, OSError):
+        return ()
 
 
 def read_json(root: str, name: str) -> Any:

@@ -35,6 +35,8 @@ class Ending:
     reward_first: float | None
     reward_last: float | None
     costs: UpdateCosts | None
+    submissions: Sequence[dict[str, Any]] = ()
+    """Summaries of the receipts of background evaluations, by update."""
 
     @property
     def exit_code(self) -> int:
@@ -89,6 +91,7 @@ def read_ending(
         reward_first=progress.reward_first if first is None else first,
         reward_last=progress.reward_last if last is None else last,
         costs=artifacts.read_costs(root) if owned else None,
+        submissions=artifacts.read_submissions(root) if owned else (),
     )
 
 
@@ -128,9 +131,26 @@ def _verdict(ending: Ending) -> list[str]:
         ends = dict.fromkeys((evaluations[0], evaluations[-1]))
         text = " -> ".join(f"{reward:.3f} after update {update}" for update, reward in ends)
         lines.append(f"  evaluation  {text}")
+    lines += _background(ending)
     if ending.costs is not None:
         lines.append(f"  update      {_costs(ending.costs)}")
     return lines
+
+
+def _background(ending: Ending) -> list[str]:
+    """The newest background evaluation, unless its result is among the evaluations already."""
+    newest = ending.submissions[-1] if ending.submissions else None
+    if newest is None or any(
+        each["result"] == "complete"
+        for each in ending.submissions
+        if each["update"] == newest["update"]
+    ):
+        return []
+    state = newest["result"] or newest["status"]
+    return [
+        f"  background  evaluation after update {newest['update']}: {state}; "
+        f"perdure evaluation list {shlex.quote(ending.root)}"
+    ]
 
 
 def _costs(costs: UpdateCosts) -> str:
