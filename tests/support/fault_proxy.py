@@ -206,6 +206,8 @@ class LatentLink:
         self._server: asyncio.Server | None = None
         self._serving: set[asyncio.Task[None]] = set()
         self.connections = 0
+        self.closing = asyncio.Event()
+        """Set while a closing by the server behind is on its way to the client."""
         self.url = ""
 
     async def __aenter__(self) -> Self:
@@ -228,7 +230,8 @@ class LatentLink:
         behind_reader, behind_writer = await asyncio.open_connection(*self._target)
         try:
             await asyncio.gather(
-                self._carry(reader, behind_writer), self._carry(behind_reader, writer)
+                self._carry(reader, behind_writer),
+                self._carry(behind_reader, writer, self.closing),
             )
         except asyncio.CancelledError:
             pass
@@ -237,7 +240,12 @@ class LatentLink:
             writer.transport.abort()
             behind_writer.transport.abort()
 
-    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _carry(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        closing: asyncio.Event | None = None,
+    ) -> None:
         """Bytes in one direction until their end; each piece and the end arrive late."""
         loop = asyncio.get_running_loop()
         while True:
@@ -248,7 +256,11 @@ class LatentLink:
             if piece:
                 loop.call_later(self._latency_s, writer.write, piece)
                 continue
+            if closing is not None:
+                closing.set()
             await asyncio.sleep(self._latency_s)
+            if closing is not None:
+                closing.clear()
             writer.transport.close()
             return
 

@@ -26,6 +26,7 @@ class StubEngine:
         self.version = version
         self.healthy = True
         self.status = 200
+        self.reason = "stop"
         self.go = asyncio.Event()
         self.go.set()
         self.bodies: list[bytes] = []
@@ -124,7 +125,19 @@ class StubEngine:
             for each in (going, leaving):
                 each.cancel()
             await asyncio.gather(going, leaving, return_exceptions=True)
+        if b'"sampling_params"' in body:
+            return self.status, self._sampled(json.loads(body))
         return self.status, b'{"engine": "%s",  "echo": %s}' % (self.name.encode(), body or b"0")
+
+    def _sampled(self, body: dict[str, Any]) -> bytes:
+        """One token, as the engine contract wants it."""
+        meta = {
+            "id": body["rid"],
+            "finish_reason": {"type": self.reason},
+            "weight_version": str(self.version),
+            "output_token_logprobs": [[-0.5, 7, None]],
+        }
+        return json.dumps({"output_ids": [7], "meta_info": meta}).encode()
 
 
 def token(epoch: int = 1, update: int = 0, attempt: int = 1) -> FenceToken:
