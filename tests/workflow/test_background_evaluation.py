@@ -18,6 +18,9 @@ from models.errors import (
     TrainerLost,
 )
 from models.run import RunState
+from workers.cli.app import run_command
+from workers.cli.place import Place
+from workers.cli.receipts import prepare_resubmission, submit, summaries
 
 pytestmark = pytest.mark.workflow
 
@@ -263,3 +266,29 @@ async def test_a_rewind_evaluates_nothing_twice(stage: Any) -> None:
     assert calls(stage, "optimize 3") == ["optimize 3", "optimize 3"]
     orders = [order.snapshot.update for order in stage.evaluators.orders]
     assert sorted(set(orders)) == sorted(orders)
+
+
+async def test_a_failed_evaluation_is_resubmitted_by_hand(
+    stage: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage.fleet.script.fail("evaluate_snapshot 1", ContractViolation("garbage"))
+    document = background(stage, training={"num_rollouts": 1}, evaluation={"initial": False})
+    await stage.run(document)
+    await ends(stage, 1)
+    (failed,) = summaries(str(stage.root))
+    resubmission = prepare_resubmission(str(stage.root / failed["receipt"]))
+    place = Place(stage.client.service_client.config.target_host)
+    done = await submit(place, resubmission)
+    assert done.status == "submitted"
+    report = await stage.client.get_workflow_handle(done.experiment_id).result()
+    assert report["update"] == 1
+    capsys.readouterr()
+    assert run_command(["evaluation", "list", str(stage.root), "--json"]) == 0
+    first, again = json.loads(capsys.readouterr().out)["evaluations"]
+    assert first == failed
+    assert (first["result"], again["result"]) == ("failed", "complete")
+    assert again["resubmission_of"] == first["receipt"]
+    assert again["receipt"] == done.receipt
+    assert again["receipt"].startswith(first["receipt"].removesuffix(".json") + "-manual-")
+    assert again["experiment_id"] != first["experiment_id"]
+    assert again["reward"] == pytest.approx(0.26)
