@@ -14,6 +14,7 @@ from activities.rollout.parts import ProducerParts
 from activities.rollout.queue_metrics import PREFIX, QueueMetrics
 from activities.rollout.selection import Selection, Window
 from activities.rollout.siblings import consumed_siblings
+from activities.rollout.summary import SampledTally
 from models.rollout import CollectRequest, RolloutCollection
 
 SILENCE_S = 30.0
@@ -124,6 +125,10 @@ class BatchAssembly:
             self._metrics.delivered(finished.group, self._consumption.age(finished))
         batch = sorted(self._batch, key=lambda each: each.draw.group_index)
         groups = [finished.group for finished in batch]
+        tally = SampledTally()
+        tally.merge(window.tally)
+        for group in groups:
+            tally.add(group, None)
         queue_metrics = {
             **self._metrics.collect(len(ages), ages),
             **consumed_siblings(groups),
@@ -133,7 +138,7 @@ class BatchAssembly:
         return CollectionDraft(
             groups=groups,
             dropped=[window.dropped[index] for index in sorted(window.dropped)],
-            tally=window.tally,
+            tally=tally,
             max_requeues=max(finished.draw.requeues for finished in batch),
             started=self._window_began,
             queue_metrics=queue_metrics,

@@ -87,6 +87,7 @@ class FreeRollouts:
         self._update: int | None = None  # whose collection is waited for
         self._epoch: int | None = None  # whose collections the worker works for
         self._ending: asyncio.Task[None] | None = None
+        self._is_closed = False
         self._unqueued: list[SampleGroup] = []  # finished groups at the shutdown
 
     async def collect(self, request: CollectRequest) -> RolloutCollection:
@@ -186,7 +187,9 @@ class FreeRollouts:
 
     async def aclose(self) -> None:
         """End the worker and the observation. Every prompt is in the source or in the queue."""
-        self._epoch = None
+        if self._is_closed:
+            return
+        self._is_closed, self._epoch = True, None
         if self._ending is not None:
             await asyncio.wait({self._ending})
         self._observer.event("shutdown_start")

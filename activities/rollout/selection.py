@@ -18,9 +18,10 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(slots=True)
 class Window:
-    """Everything that was finished since the last collection."""
+    """What was finished since the last collection."""
 
     tally: SampledTally = field(default_factory=SampledTally)
+    """Faults, and the filtered groups; a kept one counts with the collection that it goes into."""
     dropped: dict[int, DroppedGroup] = field(default_factory=dict)
     """Group index -> what the next collection's manifest will name."""
     kept: int = 0
@@ -55,10 +56,10 @@ class Selection:
         scale = max(self._batch_size, window.kept)
         filters = self._filter_zero_std and window.filtered < FILTER_FACTOR * scale
         reason = drop_reason(group.rewards, filters)
-        window.tally.add(group, None)
         if reason is None:
             window.kept += 1
             return True
+        window.tally.add(group, None)
         self.drop(draw, reason)
         if reason != VERIFIER_ERROR:
             window.filtered += 1
