@@ -65,7 +65,7 @@ def _lag(spec: RunSpec) -> Iterator[Problem]:
 
 
 def _correction(spec: RunSpec) -> Iterator[Problem]:
-    if spec.training.use_tis is False:
+    if spec.training.use_tis is False and not spec.training.use_rollout_logprobs:
         yield Problem(
             "training.use_tis",
             "a fully async run trains on samples of older policies, which must be corrected",
@@ -143,4 +143,16 @@ def _refresh(spec: RunSpec) -> Iterator[Problem]:
                 "several policies made is corrected token by token, by the full distribution",
                 value,
                 f'use {neutral:g}, or another publication mode such as "barrier"',
+            )
+    for key, value, needed in (
+        ("use_rollout_logprobs", spec.training.use_rollout_logprobs, False),
+        ("advantage_estimator", spec.training.advantage_estimator, "grpo"),
+    ):
+        if value != needed:
+            yield Problem(
+                f"training.{key}",
+                f'must be {needed!r} with core.publication_mode = "refresh": tokens of one '
+                "response come from several policies and are corrected one by one",
+                value,
+                'change it, or use another publication mode such as "barrier"',
             )

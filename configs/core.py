@@ -27,6 +27,17 @@ class CoreSection(Section):
     """A response cut at the token limit gets reward 0."""
     max_train_rollout_logprob_abs_diff: float | None = Field(default=None, gt=0)
     """Fail when the mean |trainer - behavior| log-prob gap exceeds this (nats)."""
+    scoring_pass_required: bool = False
+    """Score every collection in a forward pass of its own before it is trained on. Without it the
+    training forward of an update's first optimizer step supplies the log-probs of its samples."""
+    scoring_check_interval: int = Field(default=50, ge=0)
+    """Where no pass is required, compare one with the training forward in the first update of a
+    process and at every multiple of so many optimizer steps; 0: in the first update only."""
+    scoring_check_tolerance: float = Field(default=1e-3, gt=0)
+    """Largest mean |scoring pass - training forward| log-prob gap (nats)."""
+    diagnostic_interval: int = Field(default=0, ge=0)
+    """Optimizer steps between two that record gradient norms by kind of parameter and samples of
+    the weights' change; 0: never."""
     checkpoint_keep_last: int | None = Field(default=1, ge=1)
     """Newest committed checkpoints to keep; none keeps all."""
     checkpoint_keep_every: int | None = Field(default=None, ge=1)

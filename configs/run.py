@@ -58,6 +58,17 @@ class RunSpec(Section):
         return self.samples_per_collection // batch
 
     @property
+    def samples_per_step(self) -> int:
+        """Samples of one optimizer step."""
+        return self.samples_per_collection // self.steps_per_update
+
+    @property
+    def lr_decay_steps(self) -> int:
+        """``optimizer.lr_decay_steps`` or its default, the optimizer steps of the run."""
+        given = self.optimizer.lr_decay_steps
+        return given if given is not None else self.training.num_rollouts * self.steps_per_update
+
+    @property
     def fully_async(self) -> bool:
         """Whether the producer samples freely into a queue while the trainer works."""
         return self.asynchronous.fully_async
@@ -92,4 +103,6 @@ class RunSpec(Section):
         """Whether importance weights correct the behavior policy."""
         if self.training.use_tis is not None:
             return self.training.use_tis
+        if self.training.use_rollout_logprobs:
+            return False
         return self.samples_while_training or self.inference.dtype != self.trainer.compute_dtype

@@ -22,6 +22,10 @@ class TrainingSection(Section):
     """Mean over responses of token means, or mean over all tokens of the step."""
     grpo_std_normalization: bool = False
     """Divide centered rewards by the group's standard deviation (ddof 1, + 1e-6)."""
+    advantage_estimator: Literal["grpo", "gspo"] = "grpo"
+    """Ratio of the loss: of each token (grpo), or exp of a response's mean log-ratio (gspo)."""
+    normalize_advantages: bool = False
+    """Whiten advantages over all response tokens of the collection: mean 0, variance 1."""
     eps_clip: float = Field(default=0.2, ge=0, lt=1)
     """Lower PPO clip."""
     eps_clip_high: float = Field(default=0.28, ge=0)
@@ -34,8 +38,21 @@ class TrainingSection(Section):
     """Largest importance weight."""
     tis_clip_low: float = Field(default=0.0, ge=0)
     """Smallest importance weight."""
+    use_rollout_logprobs: bool = False
+    """Take ratios against the behavior log-probs instead of the trainer's before the update;
+    excludes importance weights."""
+    dppo_divergence_type: Literal["tv", "kl"] | None = None
+    """Mask tokens instead of clipping ratios: a token drops out when its probability left the old
+    one too far (total variation, or Bernoulli KL) in the direction of its advantage; none: clip."""
+    dppo_threshold: float = Field(default=0.1, gt=0)
+    """Largest divergence of a token that still counts, with ``dppo_divergence_type``."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Entropy bonus."""
+    kl_loss_coef: float = Field(default=0.0, ge=0)
+    """Weight of the KL term against the prepared model; above 0 a frozen copy of it is kept."""
+    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = "k1"
+    """Estimator of the KL term, with d = trainer - reference log-prob: d, d^2 / 2, or
+    exp(-d) - 1 + d; ``low_var_kl`` limits the last one to +-10 (exponent to +-20)."""
     save_checkpoints: bool = True
     """Commit checkpoints; without them a lost trainer starts over."""
     save_interval: int | None = Field(default=None, ge=1)
@@ -49,10 +66,19 @@ class OptimizerSection(Section):
     """Peak learning rate."""
     min_lr: float = Field(default=0.0, ge=0)
     """Floor after decay; at most the learning rate."""
-    lr_schedule: Literal["constant", "linear", "cosine", "inverse-square-root"] = "constant"
-    """Shape after the warm-up."""
+    lr_schedule: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "constant"
+    """Shape after the warm-up; WSD (warm-up, stable, decay) stays at the peak until
+    ``lr_wsd_decay_steps`` before the end of the decay."""
     lr_warmup_steps: int = Field(default=0, ge=0)
-    """Linear warm-up, in optimizer steps."""
+    """Linear warm-up: the optimizer step after so many finished ones is the first at the peak."""
+    lr_warmup_init: float = Field(default=0.0, ge=0)
+    """Learning rate of the first step of the warm-up; at most the learning rate."""
+    lr_decay_steps: int | None = Field(default=None, ge=1)
+    """Finished optimizer steps at which the floor is reached; default: those of the run."""
+    lr_wsd_decay_steps: int | None = Field(default=None, ge=1)
+    """Optimizer steps of the final decay, with lr_schedule = "WSD"."""
+    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "exponential"
+    """Shape of that decay."""
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
     """First-moment decay."""
     adam_beta2: float = Field(default=0.95, ge=0, lt=1)
