@@ -14,6 +14,7 @@ from temporalio.worker import Replayer
 from tests.support.histories import read_history
 from workers.plugin import perdure_plugin
 from workflows import stages
+from workflows.evaluation import BackgroundEvaluation
 from workflows.training import Training
 
 HISTORIES = sorted((Path(__file__).parent / "histories").glob("*.json"))
@@ -21,7 +22,7 @@ HISTORIES = sorted((Path(__file__).parent / "histories").glob("*.json"))
 
 @pytest.mark.parametrize("path", HISTORIES, ids=lambda path: path.stem)
 async def test_recorded_history_replays(path: Path) -> None:
-    replayer = Replayer(workflows=[Training], plugins=[perdure_plugin()])
+    replayer = Replayer(workflows=[Training, BackgroundEvaluation], plugins=[perdure_plugin()])
     await replayer.replay_workflow(read_history(path))
 
 
@@ -30,6 +31,8 @@ def test_there_are_histories_of_every_kind_of_run() -> None:
     assert {
         "claim", "sequential", "overlapped", "continued", "lost_trainer", "lost_beside_collection",
         "paused", "stopped", "cancelled", "deadline", "failed",
+        "fully_async", "fully_async_lost_producer",
+        "background", "background_busy", "background_failed", "evaluation_that_waited",
     } <= names  # fmt: skip
 
 
