@@ -227,9 +227,10 @@ class ReferenceLoop:
         num_tokens = responses.mask.sum()
         row_tokens = prompts.ids.shape[1] + group * responses.tokens.shape[1]
         rows = max(1, self.spec.trainer.micro_batch_tokens // row_tokens)
-        warmup = optimizer.lr_warmup_steps
+        peak, first = optimizer.learning_rate, optimizer.lr_warmup_init
+        done = min(1.0, index / optimizer.lr_warmup_steps) if optimizer.lr_warmup_steps else 1.0
         for settings in self.optimizer.param_groups:
-            settings["lr"] = optimizer.learning_rate * min(1.0, (index + 1) / max(1, warmup))
+            settings["lr"] = first + (peak - first) * done
         self.optimizer.zero_grad(set_to_none=True)
         for chunk in mixed.split(rows) if len(mixed) else ():
             members = (chunk[:, None] * group + torch.arange(group)).flatten()

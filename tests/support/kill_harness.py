@@ -264,7 +264,7 @@ def write_config(path: Path, name: str, root: Path, model: Path, **settings: obj
             "loss_aggregation": "token",
             "save_interval": 6,
         },
-        "optimizer": {"learning_rate": 1e-3, "lr_warmup_steps": 10},
+        "optimizer": {"learning_rate": 1e-3, "lr_warmup_steps": 9, "lr_warmup_init": 1e-4},
         "core": {
             "max_policy_lag": 1,
             "filter_zero_std_groups": False,
