@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import structlog
 
-from activities.loading import LoadOrder, load_engines
+from activities.loading import LoadOrder, load_engines, update_timeout_s
 from activities.routing import route, router_state
 from activities.site import Site
 from configs.run import RunSpec
@@ -129,7 +129,7 @@ class _Healer:
 
     def __init__(self, site: Site, run: RunRef, token: FenceToken, spec: RunSpec) -> None:
         self._site, self._run, self._token = site, run, token
-        self._timeout_s = spec.inference.update_timeout_s
+        self._timeout_s = update_timeout_s(spec)
         self._look_every_s = LOOK_EVERY_S if spec.fully_async else None
         self._one_at_a_time = asyncio.Lock()
 

@@ -17,9 +17,11 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from enum import StrEnum
 
+from activities.multiplier import infra_timeout_multiplier
 from activities.site import Site, store_of
 from activities.storage.lease import require_epoch
 from activities.wire.digest import weights_digest
+from configs.run import RunSpec
 from models.errors import ContractViolation, DigestMismatch, ServiceUnreachable
 from models.ids import FenceToken, RunRef
 from models.ports import EngineHandle
@@ -155,6 +157,11 @@ class EngineUpdate:
 
     async def _digest(self) -> str:
         return weights_digest(await self._client.checksums())
+
+
+def update_timeout_s(spec: RunSpec) -> float:
+    """Deadline of an engine's update on this cluster, in seconds."""
+    return spec.inference.update_timeout_s * infra_timeout_multiplier()
 
 
 async def load_engine(site: Site, order: LoadOrder, engine: EngineHandle) -> EngineConfirmation:

@@ -15,7 +15,7 @@ import time
 from activities.fleet_update import Updated, update_fleet
 from activities.healing import restart_engines
 from activities.heartbeat import beating
-from activities.loading import LoadOrder, Phase
+from activities.loading import LoadOrder, Phase, update_timeout_s
 from activities.publication_trace import PublicationTrace, diagnostics_wanted
 from activities.rolling import DRAIN, RollingEvents, RollingUpdate
 from activities.routing import connected_router, route, table_of
@@ -73,7 +73,7 @@ async def _publish(
         await restart_engines(site, run, token)
     with trace.part(EXPORT):
         weights = await site.fleet.trainer(run).export_weights(token, request.version)
-    order = LoadOrder(run, token, weights, spec.inference.update_timeout_s)
+    order = LoadOrder(run, token, weights, update_timeout_s(spec))
     if spec.fully_async:
         updated = await _publish_under_load(site, order, spec, trace)
     else:
