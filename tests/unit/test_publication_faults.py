@@ -22,15 +22,17 @@ from tests.support.publication_bench import (
 )
 
 DEADLINE_S = 20.0
-UPDATE_TIMEOUT_S = 0.5
+PATIENCE_S = 1.5
+"""``inference.update_timeout_s`` where an engine is silent."""
 OWN_WORDS = "CUDA error: an illegal memory access was encountered"
 
 
 @pytest.fixture
 async def bench(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[PublicationBench]:
-    mode = getattr(request, "param", "refresh")
-    document = async_document(tmp_path, mode, update_timeout_s=UPDATE_TIMEOUT_S)
+    mode, _, silent = getattr(request, "param", "refresh").partition(" ")
+    timeouts = {"update_timeout_s": PATIENCE_S} if silent else {}
     async with HttpFleet() as fleet:
+        document = async_document(tmp_path, mode, **timeouts)
         yield await publication_bench(fleet, document, fleet.site())
 
 
@@ -105,9 +107,6 @@ FAULTS = {
     "500 in the middle": (refuses(LOAD), "load", OWN_WORDS),
     "500 when asked for its weights": (refuses(CHECK), "verify", OWN_WORDS),
     "500 at commit": (refuses(RESUME), "resume", OWN_WORDS),
-    "silent at begin": (is_silent(PAUSE), "pause", "no end of pause within 0.5 s"),
-    "silent in the middle": (is_silent(LOAD), "load", "0.5 s"),
-    "silent at commit": (is_silent(RESUME), "resume", "no end of resume within 0.5 s"),
     "dies in the middle": (breaks(LOAD), "load", "disconnected"),
     "refuses the folder": (
         lambda proxy: proxy.fail_next(
@@ -119,12 +118,33 @@ FAULTS = {
 }
 
 
+SILENCES = {
+    "silent at begin": (is_silent(PAUSE), "pause", "no end of pause within 1.5 s"),
+    "silent in the middle": (is_silent(LOAD), "load", "within 1.5 s"),
+    "silent at commit": (is_silent(RESUME), "resume", "no end of resume within 1.5 s"),
+}
+
+
 @pytest.mark.parametrize("bench", ["refresh", "barrier", "rolling"], indirect=True)
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_a_failing_engine_is_replaced_and_the_next_publication_succeeds(
     bench: PublicationBench, fault: str
 ) -> None:
-    inject, phase, words = FAULTS[fault]
+    await check_replacement(bench, *FAULTS[fault])
+
+
+@pytest.mark.parametrize("bench", ["refresh silent", "rolling silent"], indirect=True)
+@pytest.mark.parametrize("fault", SILENCES)
+async def test_a_silent_engine_is_replaced_within_the_deadline(
+    bench: PublicationBench, fault: str
+) -> None:
+    await check_replacement(bench, *SILENCES[fault])
+
+
+async def check_replacement(
+    bench: PublicationBench, inject: Callable[[FaultProxy], None], phase: str, words: str
+) -> None:
+    """Publish while engine 0 fails as told, then once more."""
     await bench.publish(0)
     broken = bench.fleet.engine_list[0]
     inject(fleet_of(bench).proxies["engine-0"])
@@ -172,6 +192,7 @@ async def test_a_second_failure_ends_the_publication_with_the_boundary_closed(
     assert fleet.live_producer.published == 1
 
 
+@pytest.mark.parametrize("bench", ["refresh silent"], indirect=True)
 async def test_a_replacement_that_is_silent_as_well_is_lost(bench: PublicationBench) -> None:
     await bench.publish(0)
     fleet = fleet_of(bench)
