@@ -65,6 +65,8 @@ class Sample:
     text: str = ""
     reward: float = float("nan")
     verdicts: list[Verdict] = field(default_factory=list)
+    loss_mask: list[int] | None = None
+    """[T] of 0 and 1: the tokens that count in the loss; none: all of them."""
     routed_experts: bytes | None = None
     """int32 [prompt + T - 1, layers, top_k] in C order, of the forward that made the last token."""
 

@@ -64,6 +64,8 @@ SCHEMA = pa.schema(
 
 ROUTED_EXPERTS = pa.field("routed_experts", pa.binary())
 """int32 [prompt + T - 1, layers, top_k]; a file without any has no such column."""
+LOSS_MASK = pa.field("loss_mask", pa.list_(pa.int8()))
+"""[T] of 0 and 1; a file without any has no such column."""
 
 
 class GroupIdentity(NamedTuple):
@@ -92,8 +94,10 @@ def write_collection(store: Store, rel: str, groups: Sequence[SampleGroup]) -> s
     Equal groups make equal bytes: nothing of the clock or the machine enters the file.
     """
     rows = [_row(group, position) for group in groups for position in range(len(group.samples))]
-    routed = any(row[ROUTED_EXPERTS.name] is not None for row in rows)
-    schema = SCHEMA.append(ROUTED_EXPERTS) if routed else SCHEMA
+    schema = SCHEMA
+    for field in (ROUTED_EXPERTS, LOSS_MASK):
+        if any(row[field.name] is not None for row in rows):
+            schema = schema.append(field)
     buffer = io.BytesIO()
     pq.write_table(pa.Table.from_pylist(rows, schema=schema), buffer, compression="zstd")
     data = buffer.getvalue()
@@ -180,6 +184,7 @@ def _row(group: SampleGroup, position: int) -> dict[str, Any]:
             for verdict in sample.verdicts
         ],
         ROUTED_EXPERTS.name: sample.routed_experts,
+        LOSS_MASK.name: sample.loss_mask,
     }
 
 
@@ -208,6 +213,7 @@ def _sample(row: dict[str, Any]) -> Sample:
         text=row["text"],
         reward=math.nan if row["reward"] is None else row["reward"],
         verdicts=[_verdict(row) for row in row["verdicts"]],
+        loss_mask=row.get(LOSS_MASK.name),
         routed_experts=row.get(ROUTED_EXPERTS.name),
     )
 

@@ -84,6 +84,8 @@ def normalize(spans: Sequence[object], length: int, replay_version: int) -> list
 def check_sample(sample: Sample) -> None:
     """Refuse a response whose tokens do not all have a log-prob and a behavior version.
 
+    The log-prob of a token that the loss mask leaves out may be anything.
+
     Raises:
         ContractViolation: names group, sample and field.
     """
@@ -121,8 +123,12 @@ def _sample_problem(sample: Sample) -> str | None:
         return "response_token_ids is empty"
     if len(logprobs) != len(ids):
         return f"logprobs has {len(logprobs)} values for {len(ids)} response tokens"
-    for position, logprob in enumerate(logprobs):
-        if not math.isfinite(logprob):
+    problem = _mask_problem(sample)
+    if problem is not None:
+        return problem
+    active = sample.loss_mask or [1] * len(ids)
+    for position, (logprob, counts) in enumerate(zip(logprobs, active, strict=True)):
+        if counts and not math.isfinite(logprob):
             return f"logprobs[{position}] is {logprob}"
     if sample.finish_reason is FinishReason.ABORT:
         return "finish_reason is abort: the response is partial"
@@ -130,6 +136,19 @@ def _sample_problem(sample: Sample) -> str | None:
         return "spans: there is none, so nobody knows which version sampled it"
     if sample.routed_experts is not None:
         return routes_problem(sample.routed_experts, len(sample.prompt_token_ids) + len(ids))
+    return None
+
+
+def _mask_problem(sample: Sample) -> str | None:
+    """What is wrong with the loss mask, if there is one."""
+    mask, length = sample.loss_mask, len(sample.response_token_ids)
+    if mask is None:
+        return None
+    if len(mask) != length:
+        return f"loss_mask has {len(mask)} values for {length} response tokens"
+    for position, value in enumerate(mask):
+        if value not in (0, 1):
+            return f"loss_mask[{position}] is {value}, neither 0 nor 1"
     return None
 
 

@@ -7,8 +7,9 @@ All per-token vectors run over the response tokens of all samples, sample after 
 
 import hashlib
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ from models.errors import ContractViolation, NonFiniteLoss
 from models.sample import Sample, SampleGroup
 from workers.trainers.packing import Response, Row
 from workers.trainers.provenance import TokenVersions, place
+
+_WHITENING_EPSILON = 1e-8
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,8 @@ class TrainingSample:
     response_ids: list[int]
     offset: int
     advantage: float
+    where: str = ""
+    """Names the sample in messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +44,12 @@ class TrainingBatch:
     samples: tuple[TrainingSample, ...]
     behavior: Tensor  # [N] float32 log-probs at sampling time
     advantages: Tensor  # [N] float32
+    active: Tensor  # [N] bool: the token counts in the loss
+    active_counts: Tensor  # [S] int64: active tokens of each sample
     versions: TokenVersions
     num_groups: int
+    num_mixed_groups: int
+    """Groups whose samples were not all rewarded alike."""
 
     @classmethod
     def of(cls, groups: Sequence[SampleGroup]) -> "TrainingBatch":
@@ -53,6 +62,7 @@ class TrainingBatch:
         """
         samples: list[TrainingSample] = []
         behavior: list[float] = []
+        masks: list[list[int]] = []
         for position, group in enumerate(groups):
             if len(group.advantages) != len(group.samples):
                 raise ContractViolation(
@@ -68,9 +78,11 @@ class TrainingBatch:
                         sample.response_token_ids,
                         len(behavior),
                         advantage,
+                        place(group, sample),
                     )
                 )
                 behavior.extend(sample.logprobs)
+                masks.append(sample.loss_mask or [1] * len(sample.response_token_ids))
         if not samples:
             raise ContractViolation("the collection holds no samples")
         lengths = torch.tensor([len(s.response_ids) for s in samples], dtype=torch.long)
@@ -79,14 +91,47 @@ class TrainingBatch:
             samples=tuple(samples),
             behavior=torch.tensor(behavior, dtype=torch.float32),
             advantages=per_sample.repeat_interleave(lengths),
+            active=torch.tensor([bool(x) for mask in masks for x in mask], dtype=torch.bool),
+            active_counts=torch.tensor([sum(mask) for mask in masks], dtype=torch.long),
             versions=TokenVersions.of(groups),
             num_groups=len(groups),
+            num_mixed_groups=len({s.group for s in samples if s.advantage != 0.0}),
         )
 
     @property
     def num_tokens(self) -> int:
         """Response tokens of all samples."""
         return len(self.behavior)
+
+    @property
+    def lengths(self) -> Tensor:
+        """[S] response tokens of each sample, masked ones included."""
+        return torch.tensor([len(s.response_ids) for s in self.samples], dtype=torch.long)
+
+    def whitened(self) -> "TrainingBatch":
+        """The same batch with advantages of mean 0 and variance 1 over its active tokens.
+
+        The variance is the unbiased one; without any spread all advantages become 0.
+        """
+        values = torch.tensor([s.advantage for s in self.samples], dtype=torch.float64)
+        counts = self.active_counts.double()
+        total = counts.sum().clamp(min=1)
+        centered = values - (values * counts).sum() / total
+        variance = (centered.square() * counts).sum() / (total - 1).clamp(min=1)
+        white = (centered * (variance + _WHITENING_EPSILON).rsqrt()).tolist()
+        return replace(
+            self,
+            samples=tuple(
+                replace(s, advantage=a) for s, a in zip(self.samples, white, strict=True)
+            ),
+            advantages=torch.tensor(white, dtype=torch.float32).repeat_interleave(self.lengths),
+        )
+
+    def locate(self, token: int) -> str:
+        """Names the sample that holds flat response token ``token``, and its place in there."""
+        index = bisect_right(self.samples, token, key=lambda sample: sample.offset) - 1
+        sample = self.samples[index]
+        return f"{sample.where}, response token {token - sample.offset}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ p = softmax(z), H = -sum(p log p):
     d log p_t / d z_j = [j = t] - p_j          d H / d z_j = -p_j (log p_j + H)
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,9 @@ _SLICE_ELEMENTS = 1 << 21  # float32 temporaries of this size stay in the proces
 
 ChunkLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(log-probs [n], entropies [n], token index [n]) -> scalar loss of the chunk."""
+
+Look = Callable[[Tensor, Tensor], None]
+"""(log-probs [N], token index [N]) of a whole micro-batch, before its loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +61,35 @@ class Scorer:
         logprobs, entropies = zip(*pieces, strict=True)
         return torch.cat(logprobs), torch.cat(entropies)
 
-    def backward(self, batch: MicroBatch, loss: ChunkLoss) -> None:
+    def logits(self, batch: MicroBatch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Chunks of (logits [n, V] before the temperature, targets [n], token index [n])."""
+        batch = batch.to(self.device)
+        with torch.no_grad(), self._autocast():
+            hidden = self._hidden(batch)
+        chunks = zip(
+            hidden.split(self.chunk_tokens),
+            batch.targets.split(self.chunk_tokens),
+            batch.token_index.split(self.chunk_tokens),
+            strict=True,
+        )
+        for h, targets, index in chunks:
+            with torch.no_grad(), self._autocast():
+                logits = self.head(h)
+            yield logits, targets, index
+
+    def backward(self, batch: MicroBatch, loss: ChunkLoss, look: Look | None = None) -> None:
         """Add the gradient of ``loss`` to the parameters.
 
-        ``loss`` must be a sum over tokens: it is called with a slice of them at a time.
+        ``loss`` must be a sum over tokens: it is called with a slice of them at a time. What it
+        has to know of the whole micro-batch before, ``look`` is shown, at the cost of the head's
+        forward.
         """
         batch = batch.to(self.device)
         with self._autocast():
             hidden = self._hidden(batch)
             leaf = hidden.detach().requires_grad_()
+            if look is not None:
+                look(self._logprobs(leaf.detach(), batch), batch.token_index)
             chunks = zip(
                 leaf.split(self.chunk_tokens),
                 batch.targets.split(self.chunk_tokens),
@@ -80,6 +103,18 @@ class Scorer:
                 logits.backward(logits.detach())
                 del logits
         hidden.backward(leaf.grad)
+
+    def _logprobs(self, hidden: Tensor, batch: MicroBatch) -> Tensor:
+        """Log-probs [N] of the batch's tokens from the body's output, chunk by chunk."""
+        chunks = zip(
+            hidden.split(self.chunk_tokens), batch.targets.split(self.chunk_tokens), strict=True
+        )
+        with torch.no_grad():
+            pieces = [
+                _log_softmax_stats(self.head(h), targets, self.temperature)[0]
+                for h, targets in chunks
+            ]
+        return torch.cat(pieces)
 
     def _hidden(self, batch: MicroBatch) -> Tensor:
         """Body output [N, H] at the positions that predict the scored tokens."""
@@ -129,10 +164,14 @@ class Scorer:
 def _log_softmax_stats(
     logits: Tensor, targets: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probs [n] of ``targets``, entropies [n] and all log-probs [n, V], in float32."""
-    scaled = logits if temperature == 1.0 else logits.float() / temperature
+    """Log-probs [n] of ``targets``, entropies [n] and all log-probs [n, V].
+
+    In float32, or in float64 if the logits are.
+    """
+    exact = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    scaled = logits if temperature == 1.0 else logits.to(exact) / temperature
     with torch.autocast(logits.device.type, enabled=False):  # it would round the sums to bfloat16
-        log_p = torch.log_softmax(scaled, -1, dtype=torch.float32)
+        log_p = torch.log_softmax(scaled, -1, dtype=exact)
         entropies = -torch.linalg.vecdot(log_p.exp(), log_p)
     return log_p.gather(-1, targets[:, None])[:, 0], entropies, log_p
 
