@@ -30,7 +30,7 @@ from activities.storage.store import Store
 from models.background import BackgroundOrder, EvaluationFailure
 from models.errors import ActorLost, ConfigurationError, ContractViolation, ServiceUnreachable
 from models.evaluation import EvaluationReport, ReceiptStatus
-from models.ports import OpenEvaluator
+from models.ports import EvaluatorPort, OpenEvaluator, StageProgress
 
 _log = structlog.get_logger(__name__)
 
@@ -45,20 +45,10 @@ async def evaluate_snapshot(
         ConfigurationError: the snapshot is gone.
         ContractViolation: the folder of results answers for other inputs.
     """
-    store = store_of(order.run)
-    spec = await asyncio.to_thread(spec_of, order.run)
-    await asyncio.to_thread(
-        change_receipt, store, order.receipt, status=ReceiptStatus.SUBMITTED, error=None
+    evaluation = _Evaluation(site, open_evaluator, order)
+    return await beating(
+        evaluation.run(), f"evaluate snapshot {order.snapshot.update}", evaluation.progress
     )
-    provenance = await asyncio.to_thread(_provenance, store, order, evaluation_tasks(spec))
-    report = await asyncio.to_thread(_finished, store, order, provenance)
-    if report is None:
-        report = await _evaluate(store, open_evaluator, order)
-        await asyncio.to_thread(_write_results, store, order, report, provenance)
-    await _publish(site, store, order, report)
-    removed = await asyncio.to_thread(prune_snapshots, store)
-    _log.info("snapshot evaluated", receipt=order.receipt, reward=report.reward_mean, gone=removed)
-    return report
 
 
 async def await_evaluation(order: BackgroundOrder, experiments: Experiments) -> None:
@@ -72,24 +62,56 @@ async def record_evaluation(failure: EvaluationFailure) -> None:
     await asyncio.to_thread(_write_failure, store_of(failure.order.run), failure)
 
 
-async def _evaluate(
-    store: Store, open_evaluator: OpenEvaluator, order: BackgroundOrder
-) -> EvaluationReport:
-    marker = f"{order.snapshot.folder}/{layout.SNAPSHOT_COMPLETE}"
-    if order.snapshot.update and not await asyncio.to_thread(store.exists, marker):
-        raise ConfigurationError(
-            f"{store.root}/{order.snapshot.folder} is not a complete snapshot any more; nothing "
-            "is left to evaluate after this update"
+class _Evaluation:
+    """One attempt. Heartbeats cover all of it: an evaluator takes seconds to start."""
+
+    def __init__(self, site: Site, open_evaluator: OpenEvaluator, order: BackgroundOrder) -> None:
+        self._site = site
+        self._open = open_evaluator
+        self._order = order
+        self._store = store_of(order.run)
+        self._evaluator: EvaluatorPort | None = None
+
+    async def progress(self) -> StageProgress:
+        """The evaluator's own, once there is one."""
+        if self._evaluator is not None:
+            return await self._evaluator.progress()
+        return StageProgress(stage=f"evaluate snapshot {self._order.snapshot.update}")
+
+    async def run(self) -> EvaluationReport:
+        """Evaluate, or find that done; then tell everybody."""
+        store, order = self._store, self._order
+        spec = await asyncio.to_thread(spec_of, order.run)
+        await asyncio.to_thread(
+            change_receipt, store, order.receipt, status=ReceiptStatus.SUBMITTED, error=None
         )
-    try:
-        async with open_evaluator(order) as evaluator:
-            return await beating(
-                evaluator.evaluate(),
-                f"evaluate snapshot {order.snapshot.update}",
-                evaluator.progress,
+        provenance = await asyncio.to_thread(_provenance, store, order, evaluation_tasks(spec))
+        report = await asyncio.to_thread(_finished, store, order, provenance)
+        if report is None:
+            report = await self._evaluate()
+            await asyncio.to_thread(_write_results, store, order, report, provenance)
+        await _publish(self._site, store, order, report)
+        removed = await asyncio.to_thread(prune_snapshots, store)
+        reward = report.reward_mean
+        _log.info("snapshot evaluated", receipt=order.receipt, reward=reward, gone=removed)
+        return report
+
+    async def _evaluate(self) -> EvaluationReport:
+        snapshot = self._order.snapshot
+        marker = f"{snapshot.folder}/{layout.SNAPSHOT_COMPLETE}"
+        if snapshot.update and not await asyncio.to_thread(self._store.exists, marker):
+            raise ConfigurationError(
+                f"{self._store.root}/{snapshot.folder} is not a complete snapshot any more; "
+                "nothing is left to evaluate after this update"
             )
-    except ActorLost as error:
-        raise ServiceUnreachable(error.message) from error
+        try:
+            async with self._open(self._order) as evaluator:
+                self._evaluator = evaluator
+                return await evaluator.evaluate()
+        except ActorLost as error:
+            raise ServiceUnreachable(error.message) from error
+        finally:
+            self._evaluator = None
 
 
 def _provenance(

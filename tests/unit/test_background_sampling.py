@@ -1,8 +1,10 @@
 """Evaluating a snapshot: N rows in, N rows out, results once, other inputs refused."""
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -211,3 +213,36 @@ async def test_a_late_failure_does_not_replace_a_result(desk: Desk) -> None:
     failure = EvaluationFailure(order=desk.order, error_type="StageTimeout", error="late")
     await evaluating.record_evaluation(failure)
     assert desk.receipt == before
+
+
+async def test_a_slow_start_of_the_evaluator_is_covered_by_heartbeats(desk: Desk) -> None:
+    ready = asyncio.Event()
+    open_at_once = desk.evaluators.open
+
+    @asynccontextmanager
+    async def slow(order: BackgroundOrder) -> AsyncIterator[FakeEvaluator]:
+        async with asyncio.timeout(10):
+            await ready.wait()
+        async with open_at_once(order) as evaluator:
+            yield evaluator
+
+    desk.evaluators.open = slow  # type: ignore[method-assign]
+    environment = ActivityEnvironment()
+    environment.info = dataclasses.replace(
+        environment.info, heartbeat_timeout=timedelta(seconds=0.1)
+    )
+    beats: list[Any] = []
+
+    def beat(*details: Any) -> None:
+        beats.append(details)
+        if len(beats) == 3:
+            ready.set()
+
+    environment.on_heartbeat = beat
+    await environment.run(
+        evaluating.evaluate_snapshot,
+        site_of(FakeFleet(), desk.tracker),
+        desk.evaluators.open,
+        desk.order,
+    )
+    assert len(beats) >= 3

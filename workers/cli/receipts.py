@@ -2,11 +2,11 @@
 
 import asyncio
 import secrets
+import shlex
 from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from temporalio.common import WorkflowIDReusePolicy
 from temporalio.service import RPCError
 
@@ -70,23 +70,26 @@ def state_of(summary: dict[str, Any]) -> str:
 
 
 def show_receipts(console: Console, root: str, found: list[dict[str, Any]]) -> None:
-    """The rows as a table, and what to do about those that did not come to a result."""
+    """A line a receipt, and what to do about those that did not come to a result."""
+
+    def line(text: str) -> None:
+        console.print(text, markup=False, soft_wrap=True)
+
     if not found:
-        console.print(f"no background evaluation was submitted for {root}", markup=False)
+        line(f"no background evaluation was submitted for {root}")
         return
-    table = Table("update", "phase", "state", "reward", box=None)
-    table.add_column("receipt", overflow="fold")
+    form = "{:>6}  {:<8}  {:<17}  {:>6}  {}"
+    line(form.format("update", "phase", "state", "reward", "receipt"))
     for row in found:
         reward = "" if row["reward"] is None else f"{row['reward']:.3f}"
-        table.add_row(str(row["update"]), row["phase"], state_of(row), reward, row["receipt"])
-    console.print(table)
+        line(form.format(row["update"], row["phase"], state_of(row), reward, row["receipt"]))
     for row in found:
         if row["error"]:
-            console.print(f"update {row['update']}: {row['error']}", markup=False, soft_wrap=True)
+            line(f"update {row['update']}: {row['error']}")
     undone = [row for row in found if state_of(row) in ("failed", "submission_failed")]
     if undone:
-        again = f"perdure evaluation resubmit {root.rstrip('/')}/{undone[-1]['receipt']}"
-        console.print(f"submit again: {again}", markup=False, soft_wrap=True)
+        path = shlex.quote(f"{root.rstrip('/')}/{undone[-1]['receipt']}")
+        line(f"submit again: perdure evaluation resubmit {path}")
 
 
 def prepare_resubmission(path: str) -> Resubmission:
