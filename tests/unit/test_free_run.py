@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import json
+from itertools import pairwise
 
 import httpx
 import pytest
@@ -113,7 +114,7 @@ async def test_the_stop_rule_holds_while_the_queue_is_full(rig, monkeypatch):
 
     monkeypatch.setattr(run.producer._parts.health, "check", check)
     await until(lambda: len(checks) == 6)
-    gaps = [after - before for before, after in zip(checks, checks[1:], strict=False)]
+    gaps = [after - before for before, after in pairwise(checks)]
     assert max(gaps) < 0.7  # at least every half second
     monkeypatch.undo()
     with pytest.raises(ServingFailureSustained):  # before any finished group is taken
@@ -154,7 +155,7 @@ async def test_a_fault_requeues_its_group_and_holds_new_ones_for_a_second(rig):
     assert collection.counts.failed_attempts == {"transport": 1}
     assert collection.metrics["rollout/max_requeues"] == 1
     times.sort()
-    assert max(after - before for before, after in zip(times, times[1:], strict=False)) >= 0.99
+    assert max(after - before for before, after in pairwise(times)) >= 0.99
 
 
 async def test_many_faults_lose_and_double_nothing(rig):
@@ -223,8 +224,8 @@ async def test_an_error_while_nobody_waits_is_raised_before_a_finished_group_is_
     await until(lambda: not run.producer._free._run.is_running)
     assert run.producer.snapshot()["completed_queue_groups"] == 2
     await run.producer.begin_publication(run.token(), 1)
+    await run.producer.end_publication(run.token(), 1)
     with pytest.raises(ContractViolation, match="status 500"):
-        await run.producer.end_publication(run.token(), 1)
         await run.collect()
 
 
@@ -260,9 +261,8 @@ async def test_a_silent_wait_is_told(rig, monkeypatch):
     with capture_logs() as logs:
         collecting = asyncio.ensure_future(run.collect())
         await until(lambda: any(each["event"] == "no_group_completed" for each in logs))
-    assert [each for each in logs if each["event"] == "no_group_completed"][0][
-        "groups_in_the_making"
-    ] == 4
+    told = next(each for each in logs if each["event"] == "no_group_completed")
+    assert told["groups_in_the_making"] == 4
     rig.engine.script = rig.engine.answer
     for call in gated.calls:
         call.set()
