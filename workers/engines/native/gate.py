@@ -8,9 +8,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from activities.wire.contract import REQUEST_GATED
 from workers.engines.native.answers import PayloadError
-
-GATED_ABORT = "Request gated was aborted"
 
 
 class Gate:
@@ -46,7 +45,7 @@ class Gate:
                 was_aborted = rid in self._aborted
                 self._aborted.discard(rid)
             if was_aborted:
-                raise PayloadError(GATED_ABORT, 499)
+                raise PayloadError(REQUEST_GATED, 499)
         self.num_inside += 1
 
     def leave(self) -> None:
