@@ -5,14 +5,11 @@ import contextlib
 
 import psutil
 import pytest
-from fleet_rig import Run, commit, kill, publish, statuses, until, update
+from fleet_rig import Run, commit, kill, publish, site_of, statuses, until, update
 
 from activities.healing import heal
-from activities.loading import load_engine
-from activities.site import Site
+from activities.loading import LoadOrder, load_engine
 from activities.storage import layout
-from activities.wire.client import EngineClient
-from activities.wire.router_client import RouterClient
 from models.errors import ProducerLost, StaleFence, TrainerLost
 from models.rollout import CollectionManifest, CollectRequest
 from models.update import UpdateReport
@@ -71,8 +68,8 @@ async def test_each_component_is_rebuilt_alone(fleet: RayFleet, make_run):
     (fresh,) = await fleet.heal_engines(run.token(1), run.ref)
     assert (fresh.name, fresh.incarnation) == ("engine-1", 1)
     assert await fleet.heal_engines(run.token(1), run.ref) == (fresh,)
-    site = Site(fleet=fleet, tracker=None, engine=EngineClient, router=RouterClient)  # type: ignore[arg-type]
-    await load_engine(site, fresh, weights, 30.0)
+    site = site_of(fleet)
+    await load_engine(site, LoadOrder(run.ref, run.token(1), weights, 30.0), fresh)
     assert await fleet.heal_engines(run.token(1), run.ref) == ()
     await heal(site, run.ref, run.token(1), 30.0)
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import psutil
 
-from activities.healing import route
-from activities.loading import load_engine
+from activities.loading import LoadOrder, load_engines
+from activities.routing import route
 from activities.site import Site
 from activities.storage import layout
 from activities.storage.commit import commit_checkpoint
@@ -99,13 +99,18 @@ def kill(pid: int) -> None:
         time.sleep(0.001)
 
 
+def site_of(fleet: RayFleet) -> Site:
+    """What activities work with, without a tracker."""
+    return Site(fleet=fleet, tracker=NoTracker(), engine=EngineClient, router=RouterClient)
+
+
 async def publish(fleet: RayFleet, run: Run, token: FenceToken, version: int) -> WeightsRef:
     """Export, load into every engine, route to all: what the publish activity does."""
-    site = Site(fleet=fleet, tracker=NoTracker(), engine=EngineClient, router=RouterClient)
+    site = site_of(fleet)
     weights = await fleet.trainer(run.ref).export_weights(token, version)
-    for engine in await fleet.engines(run.ref):
-        await load_engine(site, engine, weights, 30.0)
-    await route(site, run.ref, token)
+    engines = await fleet.engines(run.ref)
+    await load_engines(site, LoadOrder(run.ref, token, weights, 30.0), engines)
+    await route(site, run.ref, token, engines, weights)
     return weights
 
 

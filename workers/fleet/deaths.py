@@ -2,9 +2,8 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
 
 from models.errors import ActorLost
 from workers.actors.order import actor_name
@@ -12,9 +11,6 @@ from workers.fleet.run_fleet import RunFleet
 
 RETURN_POLL_S = 1.0
 """A dead server that another worker replaces is noticed again within this time."""
-
-Watcher = Callable[[asyncio.Queue[str]], Coroutine[Any, Any, None]]
-"""Puts names into the queue for as long as it runs."""
 
 
 class Deaths:
@@ -34,18 +30,10 @@ class Deaths:
             self._started.notify_all()
 
     @asynccontextmanager
-    async def told(
-        self, servers: Sequence[tuple[str, int]], *others: Watcher
-    ) -> AsyncIterator[AsyncIterator[str]]:
-        """Names as ``servers`` (role, rank) die while the context is open, those dead before first.
-
-        ``others`` may name more.
-        """
+    async def told(self, servers: Sequence[tuple[str, int]]) -> AsyncIterator[AsyncIterator[str]]:
+        """Names of ``servers`` (role, rank) as they die within the context, dead ones first."""
         queue: asyncio.Queue[str] = asyncio.Queue()
-        watchers = [
-            *(asyncio.create_task(self._watch(role, rank, queue)) for role, rank in servers),
-            *(asyncio.create_task(watch(queue)) for watch in others),
-        ]
+        watchers = [asyncio.create_task(self._watch(role, rank, queue)) for role, rank in servers]
         try:
             yield _drain(queue, watchers)
         finally:

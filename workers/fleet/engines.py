@@ -1,7 +1,7 @@
 """The engines of a run: spawn, list, heal."""
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import structlog
@@ -42,20 +42,14 @@ class Engines:
         found = await self._all_facts()
         return tuple(_handle(facts) for facts in found.values() if facts is not None)
 
-    async def ensure(self, given_up: Collection[tuple[str, int]] = ()) -> tuple[EngineHandle, ...]:
+    async def ensure(self) -> tuple[EngineHandle, ...]:
         """Start every engine that is dead or foreign; return those that were started.
-
-        ``given_up``: (name, incarnation) of engines that live and are to be replaced all the same.
 
         Raises:
             EngineLost: a server did not start; the message holds the end of its log.
         """
         found = await self._all_facts()
-        dead = [
-            rank
-            for rank, facts in found.items()
-            if facts is None or (facts.order.name, facts.order.incarnation) in given_up
-        ]
+        dead = [rank for rank, facts in found.items() if facts is None]
         if not dead:
             return ()
         spec = await self._fleet.spec()

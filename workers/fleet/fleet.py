@@ -94,7 +94,7 @@ class RayFleet:
             await asyncio.gather(*(ending.end_actor(fleet, name) for name in names))
 
     async def heal_engines(self, token: FenceToken, run: RunRef) -> tuple[EngineHandle, ...]:
-        """See ``FleetPort.heal_engines``. An engine that the router gave up is replaced as well.
+        """See ``FleetPort.heal_engines``.
 
         Raises:
             StaleFence: the token's epoch does not own the run's root any more.
@@ -104,7 +104,7 @@ class RayFleet:
         async with fleet.lock:
             await asyncio.to_thread(require_epoch, fleet.store, token.epoch)
             await router.ensure()
-            fresh = await engines.ensure(await router.given_up())
+            fresh = await engines.ensure()
             weights = await self.trainer(run).exported()
             if weights is None:
                 return fresh
@@ -115,11 +115,9 @@ class RayFleet:
         """See ``FleetPort.engine_deaths``."""
         fleet, deaths, _, router = self._run(run)
         servers = [("engine", rank) for rank in range((await fleet.spec()).inference.num_engines)]
-        others = []
         if await router.wanted():
             servers.append(("router", 0))
-            others.append(router.watch_given_up)
-        async with deaths.told(servers, *others) as names:
+        async with deaths.told(servers) as names:
             yield names
 
     async def revoke(self, run: RunRef, epoch: int) -> None:

@@ -165,7 +165,7 @@ async def _bring_up(
             await _start_producer(fleet, token, prepared, state)
 
     facts, fresh, fresh_router, _ = await together(
-        (trainer(), engines.ensure(await router.given_up()), router.ensure(), producer())
+        (trainer(), engines.ensure(), router.ensure(), producer())
     )
     if keep_producer:
         kept: tuple[str, ...] = ()

@@ -1,15 +1,9 @@
-"""The router of a fully async run: found, started, asked which engines it gave up."""
-
-import asyncio
-import contextlib
-from collections.abc import Callable
+"""The router of a fully async run: found, or started."""
 
 import structlog
 
-from activities.wire.router_client import RouterClient
-from models.errors import ContractViolation, EngineLost, ServiceUnreachable
+from models.errors import EngineLost
 from models.ports import RouterHandle
-from models.routing import EngineState
 from workers.actors.order import ActorFacts
 from workers.actors.router import RouterActor
 from workers.fleet.deaths import Deaths
@@ -18,8 +12,6 @@ from workers.fleet.run_fleet import RunFleet
 ROUTER_CPUS = 0.01
 START_MARGIN_S = 30.0
 """Added to the server's own start deadline when waiting for its actor's answer."""
-GIVEN_UP_POLL_S = 5.0
-"""As often as the router looks at its engines."""
 
 _log = structlog.get_logger(__name__)
 
@@ -27,15 +19,9 @@ _log = structlog.get_logger(__name__)
 class Router:
     """The one router of a run; a run that is not fully async has none."""
 
-    def __init__(
-        self,
-        fleet: RunFleet,
-        deaths: Deaths,
-        connect: Callable[[str], RouterClient] = RouterClient,
-    ) -> None:
+    def __init__(self, fleet: RunFleet, deaths: Deaths) -> None:
         self._fleet = fleet
         self._deaths = deaths
-        self._connect = connect
 
     async def wanted(self) -> bool:
         """Whether the run has a router."""
@@ -70,34 +56,6 @@ class Router:
         await self._deaths.started()
         _log.info("router started", run=self._fleet.run.run_id, url=facts.status.url)
         return _handle(facts)
-
-    async def given_up(self) -> frozenset[tuple[str, int]]:
-        """(name, incarnation) of engines that live and that the router will never use again."""
-        facts = await self._facts() if await self.wanted() else None
-        if facts is None:
-            return frozenset()
-        client = self._connect(_handle(facts).url)
-        async with contextlib.aclosing(client):
-            try:
-                state = await client.state()
-            except (ServiceUnreachable, ContractViolation) as error:
-                _log.warning("router not asked for its engines", reason=error.message)
-                return frozenset()
-        return frozenset(
-            (each.engine.name, each.engine.incarnation)
-            for each in state.engines
-            if each.engine.state is EngineState.UNAVAILABLE
-        )
-
-    async def watch_given_up(self, queue: asyncio.Queue[str]) -> None:
-        """Put the name of each engine that the router gives up into ``queue``, once."""
-        told: frozenset[tuple[str, int]] = frozenset()
-        while True:
-            found = await self.given_up()
-            for name, _ in sorted(found - told):
-                await queue.put(name)
-            told |= found
-            await asyncio.sleep(GIVEN_UP_POLL_S)
 
     async def _facts(self) -> ActorFacts | None:
         facts = await self._fleet.facts("router")
