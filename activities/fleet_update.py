@@ -34,20 +34,22 @@ class Updated:
     replaced: tuple[EngineFailure, ...] = ()
 
 
-async def update_fleet(site: Site, order: LoadOrder, trace: PublicationTrace) -> Updated:
-    """Make every live engine serve the weights of ``order``.
+async def update_fleet(
+    site: Site, order: LoadOrder, engines: Sequence[EngineHandle], trace: PublicationTrace
+) -> Updated:
+    """Make ``engines``, or else those that replace them, serve the weights of ``order``.
 
     Raises:
         EngineLost: there is no engine, or a replacement did not answer either.
         ContractViolation: a replacement refused, or serves other bytes than were exported.
         StaleFence: another epoch owns the run's root.
     """
-    updates = await _round(site, order, trace)
+    updates = await _round(site, order, engines, trace)
     failed = [update for update in updates if update.failure is not None]
     if not failed:
         return _updated(updates)
     await replace_failed(site, order, [update.failure for update in failed if update.failure])
-    again = await _round(site, order, trace)
+    again = await _round(site, order, await site.fleet.engines(order.run), trace)
     for update in again:
         if update.error is not None:
             raise lost(order, update.error)
@@ -78,9 +80,10 @@ def lost(order: LoadOrder, error: Exception) -> Exception:
     return error
 
 
-async def _round(site: Site, order: LoadOrder, trace: PublicationTrace) -> list[EngineUpdate]:
-    """Take every live engine through the phases; stop after the first one that any engine fails."""
-    engines = await site.fleet.engines(order.run)
+async def _round(
+    site: Site, order: LoadOrder, engines: Sequence[EngineHandle], trace: PublicationTrace
+) -> list[EngineUpdate]:
+    """Take engines through the phases; stop after the first one that any of them fails."""
     if not engines:
         raise EngineLost(f"run {order.run.run_id} has no live engine to publish to")
     async with AsyncExitStack() as stack:

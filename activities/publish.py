@@ -77,7 +77,7 @@ async def _publish(
     if spec.fully_async:
         updated = await _publish_under_load(site, order, spec, trace)
     else:
-        updated = await update_fleet(site, order, trace)
+        updated = await update_fleet(site, order, await site.fleet.engines(run), trace)
         with trace.part(ROUTING):
             await route(site, run, token, updated.engines, weights)
     return _report(weights, updated, spec, trace)
@@ -109,12 +109,13 @@ async def _update_at_once(
     site: Site, order: LoadOrder, spec: RunSpec, trace: PublicationTrace
 ) -> Updated:
     """Nothing is routable from the first pause to the last confirmation."""
-    engines = await site.fleet.engines(order.run)
-    async with connected_router(site, order.run) as router:
-        if router is not None:
-            closed = table_of(engines, order.weights, EngineState.UPDATING)
-            await router.set_table(order.token, closed)
-    return await update_fleet(site, order, trace)
+    with trace.part(BOUNDARY):
+        engines = await site.fleet.engines(order.run)
+        async with connected_router(site, order.run) as router:
+            if router is not None:
+                closed = table_of(engines, order.weights, EngineState.UPDATING)
+                await router.set_table(order.token, closed)
+    return await update_fleet(site, order, engines, trace)
 
 
 async def _update_rolling(
@@ -127,7 +128,7 @@ async def _update_rolling(
             if routed.engines:
                 timeout_s = spec.inference.drain_timeout_s
                 return await RollingUpdate(site, order, router, timeout_s, trace).run(routed)
-    return await update_fleet(site, order, trace)
+    return await _update_at_once(site, order, spec, trace)
 
 
 def _report(

@@ -5,7 +5,7 @@ other run is routed by the producer itself, engine by engine.
 """
 
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 
 from activities.site import RouterControl, Site
 from models.errors import EngineLost, ServiceUnreachable
@@ -52,11 +52,8 @@ async def connected_router(site: Site, run: RunRef) -> AsyncIterator[RouterContr
     if router is None:
         yield None
         return
-    client = site.router(router.url)
-    try:
+    async with aclosing(site.router(router.url)) as client:
         yield client
-    finally:
-        await client.aclose()
 
 
 async def router_state(site: Site, run: RunRef) -> RouterState | None:
@@ -79,11 +76,9 @@ async def route(
         StaleFence: a newer epoch owns the router or the producer.
     """
     router = await site.fleet.router(run)
-    if router is None:
-        urls = tuple(engine.url for engine in engines)
-    else:
-        async with connected_router(site, run) as control:
-            if control is not None:
-                await control.set_table(token, table_of(engines, weights))
+    urls = tuple(engine.url for engine in engines)
+    if router is not None:
         urls = (router.url,)
+        async with aclosing(site.router(router.url)) as control:
+            await control.set_table(token, table_of(engines, weights))
     await site.fleet.producer(run).set_engines(token, urls)
