@@ -47,6 +47,8 @@ FAULT_EVERY = 997
 """One call in so many is answered 503."""
 EVERY = 200
 """Groups between two lines."""
+KEEP_ALIVE_S = 60
+"""Longer than a client reuses a connection, as with every engine."""
 START_DEADLINE_S = 60.0
 COLLECT_DEADLINE_S = 300.0
 
@@ -61,7 +63,13 @@ def main() -> None:
     parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve is not None:
-        uvicorn.run(scripted_engine, fd=arguments.serve, log_level="error", access_log=False)
+        uvicorn.run(
+            scripted_engine,
+            fd=arguments.serve,
+            log_level="error",
+            access_log=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+        )
         return
     work = arguments.work or Path(tempfile.mkdtemp(prefix="perdure-memory-"))
     with socket.socket() as listener:
