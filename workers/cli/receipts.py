@@ -11,6 +11,7 @@ from temporalio.common import WorkflowIDReusePolicy
 from temporalio.service import RPCError
 
 from activities.background.receipts import (
+    COMPLETE,
     change_receipt,
     encoded,
     key_of,
@@ -83,10 +84,10 @@ def show_receipts(console: Console, root: str, found: list[dict[str, Any]]) -> N
     for row in found:
         reward = "" if row["reward"] is None else f"{row['reward']:.3f}"
         line(form.format(row["update"], row["phase"], state_of(row), reward, row["receipt"]))
-    for row in found:
-        if row["error"]:
-            line(f"update {row['update']}: {row['error']}")
-    undone = [row for row in found if state_of(row) in ("failed", "submission_failed")]
+    settled = {row["update"] for row in found if row["result"] == COMPLETE}
+    undone = [row for row in found if row["update"] not in settled and row["error"]]
+    for row in undone:
+        line(f"update {row['update']}: {row['error']}")
     if undone:
         path = shlex.quote(f"{root.rstrip('/')}/{undone[-1]['receipt']}")
         line(f"submit again: perdure evaluation resubmit {path}")
