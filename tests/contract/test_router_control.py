@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 
 import httpx
 import pytest
+from fault_proxy import FaultProxy, Hang
 from router_rig import DEADLINE_S, RouterProcess, StubEngine, router_process, table, token
 
 from activities.wire.contract import NO_HEALTHY_WORKERS, WORKER_UNAVAILABLE
@@ -155,6 +156,18 @@ async def test_a_hanging_engine_that_is_given_up_ends_its_calls(router, http, pa
     assert (answer.status_code, answer.json()["detail"]) == (503, NO_HEALTHY_WORKERS)
     state = await router.control.state()
     assert (state.active_calls, state.engines[0].reserved_calls) == (0, 0)
+
+
+async def test_an_engine_that_accepts_and_never_answers_is_given_up(router, http, pair):
+    first = pair[0]
+    async with FaultProxy(first.url) as proxy:
+        proxy.plan = lambda seen: Hang()
+        hanging = first.routed(url=proxy.url)
+        await router.control.set_table(token(next(EPOCHS) * 1000), table(hanging))
+        answer = await http.post("/generate", headers=group("g", 2))
+        assert (answer.status_code, answer.json()["detail"]) == (503, WORKER_UNAVAILABLE)
+        (status,) = (await router.control.state()).engines
+        assert status.engine.state is EngineState.UNAVAILABLE
 
 
 async def test_a_passing_fault_is_forgiven(router, pair):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from configs.inference import InferenceSection
 from models.errors import ConfigurationError
+from workers.engines.arguments import positive_int, positive_seconds
 
 STEP_DELAY_VARIABLE = "PERDURE_ENGINE_STEP_DELAY_MS"
 
@@ -40,22 +41,6 @@ class EngineOptions:
     shutdown_timeout_s: float
     exit_with_parent: bool
     step_delay_s: float = 0.0
-
-
-def positive_int(text: str) -> int:
-    """An integer of at least 1, else argparse's usage error."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
-
-
-def positive_seconds(text: str) -> float:
-    """A duration above 0 s, else argparse's usage error."""
-    value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"must be above 0 seconds, got {text}")
-    return value
 
 
 def build_parser() -> argparse.ArgumentParser:

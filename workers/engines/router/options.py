@@ -4,6 +4,8 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
+from workers.engines.arguments import positive_int, positive_seconds
+
 HEALTH_TIMEOUT_S = 5.0
 
 
@@ -25,22 +27,6 @@ class RouterOptions:
     group_expiry_s: float = 600.0
     shutdown_timeout_s: float = 2.0
     exit_with_parent: bool = False
-
-
-def positive_int(text: str) -> int:
-    """An integer of at least 1, else argparse's usage error."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
-
-
-def positive_seconds(text: str) -> float:
-    """A duration above 0 s, else argparse's usage error."""
-    value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"must be above 0 seconds, got {text}")
-    return value
 
 
 def build_parser() -> argparse.ArgumentParser:

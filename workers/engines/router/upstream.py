@@ -12,8 +12,9 @@ import h11
 
 from models.errors import ConfigurationError
 
-IDLE_S = 5.0
-"""An idle connection is not used again after this; engines keep theirs open for longer."""
+IDLE_S = 3.0
+"""An idle connection is not used again after this. SGLang closes one after 5 s unless told
+otherwise, and a call that is sent just then is lost."""
 CONNECT_TIMEOUT_S = 5.0
 
 
