@@ -144,15 +144,16 @@ def _refresh(spec: RunSpec) -> Iterator[Problem]:
                 value,
                 f'use {neutral:g}, or another publication mode such as "barrier"',
             )
-    for key, value, needed in (
+    chosen: list[tuple[str, object, object]] = [
         ("use_rollout_logprobs", spec.training.use_rollout_logprobs, False),
         ("advantage_estimator", spec.training.advantage_estimator, "grpo"),
-    ):
-        if value != needed:
+    ]
+    for key, choice, needed in chosen:
+        if choice != needed:
             yield Problem(
                 f"training.{key}",
                 f'must be {needed!r} with core.publication_mode = "refresh": tokens of one '
                 "response come from several policies and are corrected one by one",
-                value,
+                choice,
                 'change it, or use another publication mode such as "barrier"',
             )

@@ -26,23 +26,28 @@ _EVAL = "eval/step"
 _ERRORS = "errors/elapsed_seconds"
 _ASYNC = "rollout/fully_async/"
 _QUEUE = f"{_ASYNC}completed_queue/"
+_SCORE = "collection_score_"
 _SIBLINGS = "rollout/siblings/consumed/"
 
 METRICS: tuple[Metric, ...] = (
     # training, one row an update (axis: completed optimizer steps - 1)
     Metric("train/step", "steps", _UPDATE, "completed optimizer steps - 1"),
     Metric("train/completed_steps", "steps", _UPDATE, "policy version after the update"),
+    Metric("train/published_step", "steps", _UPDATE, "policy version last exported; -1: none"),
     Metric("train/rollout_id", "index", _UPDATE, "update index"),
     Metric("train/loss", "1", _UPDATE, "policy loss as optimized, mean over optimizer steps"),
+    Metric("train/policy_objective", "1", _UPDATE, "the loss without auxiliary terms of routers"),
     Metric("train/pg_loss", "1", _UPDATE, "policy-gradient part of the loss"),
+    Metric("train/kl_loss", "nats", _UPDATE, "KL estimate against the reference, as weighed"),
     Metric("train/entropy_loss", "nats", _UPDATE, "mean token entropy"),
     Metric("train/pg_clipfrac", "fraction", _UPDATE, "active tokens on the clipped branch"),
     Metric("train/ppo_kl", "nats", _UPDATE, "mean of old - new log-prob"),
+    Metric("train/ois", "1", _UPDATE, "mean ratio of new to anchor probability"),
     Metric("train/ess_ratio", "fraction", _UPDATE, "effective sample size of new/old ratios"),
     Metric("train/grad_norm", "1", _UPDATE, "global norm before clipping, last step"),
     Metric("train/parameter_change", "1", _UPDATE, "L2 norm of the parameter step, last step"),
-    Metric("train/lr_used", "1", _UPDATE, "learning rate of the last optimizer step"),
-    Metric("train/lr_next", "1", _UPDATE, "learning rate of the next optimizer step"),
+    Metric("train/lr_used-pg_0", "1", _UPDATE, "learning rate of the last optimizer step"),
+    Metric("train/lr-pg_0", "1", _UPDATE, "learning rate of the next optimizer step"),
     Metric("train/train_rollout_logprob_abs_diff", "nats", _UPDATE, "mean |trainer - behavior|"),
     Metric("train/train_rollout_kl", "nats", _UPDATE, "mean of behavior - trainer log-prob"),
     Metric("train/tis", "1", _UPDATE, "mean importance weight before truncation"),
@@ -53,6 +58,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("train/model_tokens", "tokens", _UPDATE, "tokens that went through the model"),
     Metric("train/active_response_tokens", "tokens", _UPDATE, "response tokens in the loss"),
     Metric("train/model_tokens_per_second", "tokens/s", _UPDATE, "model tokens / step seconds"),
+    Metric("train/model_tokens_per_gpu_second", "tokens/s", _UPDATE, "of one trainer rank"),
+    Metric("train/active_response_tokens_per_gpu_second", "tokens/s", _UPDATE, "of one rank"),
     Metric("train/optimizer_steps", "steps", _UPDATE, "optimizer steps of this update"),
     Metric("train/no_signal", "bool", _UPDATE, "1 when every group tied and nothing was stepped"),
     Metric("train/mixed_reward_groups", "groups", _UPDATE, "groups with a policy gradient"),
@@ -76,6 +83,17 @@ METRICS: tuple[Metric, ...] = (
             ("mean_abs_logratio", "nats", "mean |trainer - behavior|"),
             ("max_abs_logratio", "nats", "largest |trainer - behavior|"),
             ("tis_clip_fraction", "fraction", "weights changed by the truncation"),
+        )
+    ),
+    Metric("train/collection_score_mean_abs", "nats", _UPDATE, "mean |trainer - behavior|, scored"),
+    Metric("train/collection_score_active_tokens", "tokens", _UPDATE, "tokens of that mean"),
+    Metric("train/collection_score_max_abs", "nats", _UPDATE, "largest |trainer - behavior|"),
+    *(
+        Metric(f"train/{_SCORE}{name}{suffix}", unit, _UPDATE, meaning)
+        for name in ("p50_upper", "p95_upper", "p99_upper")
+        for suffix, unit, meaning in (
+            ("", "nats", "upper edge of the percentile's bin of |trainer - behavior|"),
+            ("_overflow", "bool", "1 when the percentile is above the last edge"),
         )
     ),
     Metric("advantages/max", "1", _UPDATE, "largest advantage"),

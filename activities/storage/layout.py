@@ -41,7 +41,7 @@ UPDATES = "checkpoints/updates.jsonl"
 """One row a finished optimize: update, epoch, batch_sha256, policy_version."""
 
 TRAINING_CONTRACT = "checkpoints/training_contract_rank0.jsonl"
-"""What the trainer checked and measured, one event a line."""
+"""What the trainer's first rank checked and measured, one event a line."""
 PIPELINE_OCCUPANCY = "checkpoints/pipeline_occupancy.jsonl"
 PIPELINE_LIFECYCLE = "checkpoints/pipeline_lifecycle.jsonl"
 ROLLOUT_FLOW = "checkpoints/rollout_flow.jsonl"
@@ -81,6 +81,11 @@ def collection_parquet(update: int, epoch: int) -> str:
 def collection_manifest(update: int, epoch: int) -> str:
     """The file that makes ``collection_parquet`` count."""
     return f"{ROLLOUTS}/{update:07d}.e{epoch}.json"
+
+
+def training_contract(rank: int) -> str:
+    """What one rank of the trainer checked and measured, one event a line."""
+    return f"checkpoints/training_contract_rank{rank}.jsonl"
 
 
 def engine_occupancy(url: str) -> str:

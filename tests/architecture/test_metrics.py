@@ -12,7 +12,7 @@ from models.metrics import METRICS, Metric, is_declared, refuse_undeclared
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("models", "configs", "activities", "workflows", "workers")
 FIRST_PARTS = frozenset(metric.name.split("/")[0] for metric in METRICS)
-METRIC_NAME = re.compile(rf"^({'|'.join(sorted(FIRST_PARTS))})(/[a-z0-9_.]+)+$")
+METRIC_NAME = re.compile(rf"^({'|'.join(sorted(FIRST_PARTS))})(/[a-z0-9_.-]+)+$")
 NOT_METRICS = re.compile(r"\.(parquet|jsonl?)$")
 
 
@@ -25,7 +25,7 @@ def test_names_are_unique() -> None:
 def test_row_is_complete_and_its_axis_is_a_metric(metric: Metric) -> None:
     assert metric.unit
     assert metric.meaning
-    assert re.fullmatch(r"[a-z_]+(/[a-z0-9_]+)*(/\*)?", metric.name)
+    assert re.fullmatch(r"[a-z_]+(/[a-z0-9_-]+)*(/\*)?", metric.name)
     assert metric.axis in {row.name for row in METRICS}
 
 

@@ -143,6 +143,21 @@ class StepPlan:
     active: tuple[int, ...]
     """The samples that go through the model: those that can have a gradient, with siblings."""
 
+    def share(self, rank: int, world: int) -> "StepPlan":
+        """The part of one rank: as many members as every other, in order.
+
+        Raises:
+            ContractViolation: the members cannot be dealt evenly.
+        """
+        size, rest = divmod(len(self.members), world)
+        if rest:
+            raise ContractViolation(
+                f"{len(self.members)} samples of an optimizer step cannot be dealt to {world} ranks"
+            )
+        own = self.members[rank * size : (rank + 1) * size]
+        kept = set(own).intersection(self.active)
+        return StepPlan(own, tuple(m for m in own if m in kept))
+
     @property
     def has_signal(self) -> bool:
         """Whether the step has a policy gradient at all."""

@@ -17,14 +17,14 @@ from activities.storage.store import Store
 from models.errors import ContractViolation
 
 SCHEMA_VERSION = 1
-_RANK = 0  # one trainer process
 
 
 class ContractFile:
-    """Appends to ``checkpoints/training_contract_rank0.jsonl`` under one output root."""
+    """Appends to ``checkpoints/training_contract_rank{r}.jsonl`` under one output root."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, rank: int = 0) -> None:
         self._store = store
+        self._rank = rank
 
     def append(self, event: str, values: Mapping[str, Any]) -> None:
         """Append one event.
@@ -36,14 +36,17 @@ class ContractFile:
         wrong = sorted(_non_finite(values, ""))
         if wrong:
             raise ContractViolation(f"event {event}: not finite: {', '.join(wrong)}")
-        row = {"schema_version": SCHEMA_VERSION, "rank": _RANK, "event": event, **values}
-        self._store.append_jsonl(layout.TRAINING_CONTRACT, row)
+        row = {"schema_version": SCHEMA_VERSION, "rank": self._rank, "event": event, **values}
+        self._store.append_jsonl(layout.training_contract(self._rank), row)
 
 
 def _non_finite(values: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    """Names of the numbers that JSON cannot carry; those of an inner object as ``outer.inner``."""
+    """Names of the numbers that JSON cannot carry, as ``outer.inner`` or ``list.position``."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from _non_finite(value, f"{prefix}{name}.")
+        elif isinstance(value, list | tuple):
+            inner = {str(position): item for position, item in enumerate(value)}
+            yield from _non_finite(inner, f"{prefix}{name}.")
         elif isinstance(value, float) and not math.isfinite(value):
             yield f"{prefix}{name}"

@@ -1,11 +1,11 @@
 """The trainer in one process: a model, AdamW in float32, one update at a time.
 
 One update: validate the collection -> deal samples to optimizer steps -> old log-probs of all but
-the first step -> for each step: packed forward and backward, check, clip, AdamW. The log-probs of
-the first step's own forward are its old log-probs, so its ratios are exactly 1.
+the first step, log-probs of the reference -> for each step: packed forward and backward, checks,
+clip, AdamW. The log-probs of the first step's own forward are its old log-probs, so its ratios are
+exactly 1.
 """
 
-import math
 import os
 import time
 from collections.abc import Sequence
@@ -15,30 +15,34 @@ from typing import Any
 import psutil
 import structlog
 import torch
-from torch import Tensor
 
 from activities.storage.store import Store
 from configs.run import RunSpec
 from models.checkpoint import CheckpointFile, PolicyClock
-from models.errors import ContractViolation, NonFiniteLoss, PolicyDisagreement, TrainerLost
+from models.errors import ContractViolation, NonFiniteLoss, TrainerLost
 from models.evaluation import ExportReport
 from models.metrics import refuse_undeclared
 from models.ports import StageProgress
 from models.publication import WeightsRef
 from models.sample import SampleGroup
 from models.update import UpdateReport
-from workers.trainers.adamw import build_optimizer, clip_gradients, last_step_norm
 from workers.trainers.batch import StepPlan, TrainingBatch, plan_steps, rows_of, update_seed
 from workers.trainers.contract_file import ContractFile
 from workers.trainers.export import ExportProbe, export_hf
 from workers.trainers.load import describe_trainer, load_policy
 from workers.trainers.logprobs import Scorer
-from workers.trainers.loss import LossSettings, aggregation_weights, token_loss
-from workers.trainers.packing import micro_batches
-from workers.trainers.refresh_scores import REFRESH_SCORES, refresh_metrics, refresh_scores
+from workers.trainers.normalization import Normalization
+from workers.trainers.optimizer_step import OptimizerStep
+from workers.trainers.packing import MicroBatch, micro_batches
+from workers.trainers.parameter_probe import ParameterProbe
+from workers.trainers.ranks import Ranks, SingleRank, agreed
+from workers.trainers.reference import load_reference
 from workers.trainers.schedule import LearningRate
 from workers.trainers.state import TrainerState, read_state, write_state
-from workers.trainers.tally import UpdateTally, advantage_metrics
+from workers.trainers.step_event import OPTIMIZER, optimizer_event
+from workers.trainers.step_loss import StepLoss, UpdateTokens
+from workers.trainers.tally import UpdateTally, advantage_metrics, rate_metrics
+from workers.trainers.update_scores import Judge, StepWork, UpdateScores, record_refresh
 from workers.trainers.weights import export_weights, num_weight_bytes
 
 _log = structlog.get_logger(__name__)
@@ -51,14 +55,25 @@ class LocalTrainer:
     """
 
     def __init__(
-        self, spec: RunSpec, model_dir: Path, contract: ContractFile | None = None
+        self,
+        spec: RunSpec,
+        model_dir: Path,
+        contract: ContractFile | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
-        """``contract``: where events go; default: below ``output.root``."""
+        """Load the model.
+
+        Args:
+            spec: the run.
+            model_dir: the prepared model.
+            contract: where events go; default: below ``output.root``.
+            ranks: who trains as well; default: nobody.
+        """
         if spec.trainer.num_threads is not None:
             torch.set_num_threads(spec.trainer.num_threads)
         self.spec = spec
         self.model_dir = model_dir
-        self._contract = contract or ContractFile(Store(spec.output.root))
+        self._ranks = ranks or SingleRank()
         self.next_update = 0
         self.policy_version = 0
         self.last_report: UpdateReport | None = None
@@ -66,14 +81,22 @@ class LocalTrainer:
         self._progress = StageProgress(stage="idle")
         self._steps_into_update = 0
         self._dtype = getattr(torch, spec.trainer.compute_dtype)
-        self._settings = LossSettings.of(spec)
         self._schedule = LearningRate.of(spec)
         self.model: Any = load_policy(spec, model_dir)
-        self._parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self._optimizer = build_optimizer(self._parameters, spec.optimizer)
-        self._scorer = Scorer.of(
-            self.model, spec.inference.temperature, spec.trainer.logprob_chunk_tokens, self._dtype
+        self._scorer = self._scorer_of(self.model)
+        reference = load_reference(spec, model_dir, self._scorer.device)
+        self._judge = Judge.of(
+            spec,
+            self.model.config,
+            self._ranks,
+            contract or ContractFile(Store(spec.output.root), self._ranks.rank),
+            self._scorer,
+            None if reference is None else self._scorer_of(reference),
         )
+        self._optimizer_step = OptimizerStep(
+            self.model, spec.optimizer, self._schedule, self._judge
+        )
+        self._optimizer = self._optimizer_step.optimizer
         _log.info("trainer loaded", **self.describe())
 
     def progress(self) -> StageProgress:
@@ -106,17 +129,18 @@ class LocalTrainer:
         started, cpu = time.perf_counter(), time.process_time()
         seed = update_seed(self.spec.data.seed, update)
         torch.manual_seed(seed)
-        batch = self._accept(groups)
-        lag = batch.versions.lag(self.policy_version, self.spec.max_group_age)
-        plans = plan_steps(
-            batch, self.spec.steps_per_update, seed, keep_tied=self._settings.entropy_coef != 0
-        )
+        with agreed(self._ranks):
+            batch = self._accept(groups)
+            lag = batch.versions.lag(self.policy_version, self.spec.max_group_age)
+        keep_tied = self._judge.settings.needs_every_sample
+        plans = plan_steps(batch, self.spec.steps_per_update, seed, keep_tied=keep_tied)
         tally = UpdateTally()
         steps = [plan for plan in plans if plan.has_signal]
+        tokens = UpdateTokens.of(batch, self._scorer.device)
         if steps:
-            extra = self._run_steps(batch, steps, tally)
+            extra = self._run_steps(tokens, steps, tally)
         else:
-            extra = self._record_scores(batch, self._unscored(batch))
+            extra = record_refresh(self._judge, tokens, update, self.policy_version)
         report = self._report(update, batch_sha256, len(steps), started)
         metrics = {
             **extra,
@@ -124,8 +148,7 @@ class LocalTrainer:
             **self._clock_metrics(report, lag, time.process_time() - cpu),
         }
         if steps:
-            metrics |= tally.metrics(uses_tis=self._settings.use_tis)
-            metrics["train/model_tokens_per_second"] = tally.model_tokens / report.seconds
+            metrics |= self._token_metrics(tally, report.seconds)
         refuse_undeclared(metrics)
         self.last_report = report.model_copy(update={"metrics": metrics})
         self.next_update = update + 1
@@ -194,6 +217,12 @@ class LocalTrainer:
         self._progress = StageProgress(stage="idle", detail=f"exported {uri}")
         return report
 
+    def _scorer_of(self, model: Any) -> Scorer:
+        section = self.spec.trainer
+        return Scorer.of(
+            model, self.spec.inference.temperature, section.logprob_chunk_tokens, self._dtype
+        )
+
     def _accept(self, groups: Sequence[SampleGroup]) -> TrainingBatch:
         batch = TrainingBatch.of(groups)
         expected = self.spec.samples_per_collection
@@ -202,130 +231,113 @@ class LocalTrainer:
                 f"the collection holds {len(batch.samples)} samples, "
                 f"training.rollout_batch_size x training.samples_per_prompt is {expected}"
             )
-        return batch
+        return batch.whitened() if self.spec.training.normalize_advantages else batch
 
     def _run_steps(
-        self, batch: TrainingBatch, steps: list[StepPlan], tally: UpdateTally
+        self, tokens: UpdateTokens, steps: Sequence[StepPlan], tally: UpdateTally
     ) -> dict[str, float]:
         """Take the optimizer steps of one update."""
-        old = self._old_logprobs(batch, steps[1:])
-        scores: dict[str, float] = {}
-        metrics: dict[str, float] = {}
-        for index, plan in enumerate(steps):
-            self._progress = StageProgress(
-                stage=f"optimize {self.next_update}", done=index, total=len(steps)
-            )
-            rest = len(steps) - 1 - index
-            batch.versions.lag(self.policy_version, self.spec.max_policy_lag - rest)
-            self._backward(batch, plan, old, tally)
-            if index == 0:
-                scores = self._record_scores(batch, old)
-                self._check_agreement(batch, old)
-            metrics = self._step()
-        return scores | metrics
-
-    def _old_logprobs(self, batch: TrainingBatch, later_steps: Sequence[StepPlan]) -> Tensor:
-        """Log-probs [N] before the update; NaN where the first step's own forward supplies them."""
-        device = self._scorer.device
-        old = self._unscored(batch)
-        members = [member for plan in later_steps for member in plan.active]
-        budget = self.spec.trainer.micro_batch_tokens
-        for micro in micro_batches(rows_of(batch, sorted(members)), budget):
-            logprobs, _ = self._scorer.score(micro)
-            old[micro.token_index.to(device)] = logprobs
-        return old
-
-    def _unscored(self, batch: TrainingBatch) -> Tensor:
-        return torch.full((batch.num_tokens,), float("nan"), device=self._scorer.device)
-
-    def _record_scores(self, batch: TrainingBatch, old: Tensor) -> dict[str, float]:
-        """Append the update's ``refresh_scores`` event before any weight changes.
-
-        A kill after it repeats the whole update and so the event, which readers of the file expect;
-        a disk without room leaves the trainer as it was.
-        """
-        if self.spec.core.publication_mode != "refresh":
-            return {}
-        event = refresh_scores(
-            batch,
-            old,
-            self._settings,
+        works = [self._work(tokens.batch, plan) for plan in steps]
+        scores = UpdateScores(
+            self._judge,
+            tokens,
+            works,
             rollout_id=self.next_update,
             policy_version=self.policy_version,
         )
-        self._contract.append(REFRESH_SCORES, event)
-        return refresh_metrics(event)
+        scores.prepare()
+        compared: dict[str, float] = {}
+        metrics: dict[str, float] = {}
+        for index, work in enumerate(works):
+            self._progress = StageProgress(
+                stage=f"optimize {self.next_update}", done=index, total=len(works)
+            )
+            started = time.perf_counter()
+            with agreed(self._ranks):
+                rest = len(works) - 1 - index
+                tokens.batch.versions.lag(self.policy_version, self.spec.max_policy_lag - rest)
+            counts = self._count(tokens.batch, work)
+            policy = self._backward(work, tokens, counts, tally)
+            if index == 0:
+                compared = scores.compare()
+            probe = ParameterProbe.due(self.spec, self.policy_version, self.model)
+            metrics = self._step()
+            event = optimizer_event(
+                tokens.batch,
+                work,
+                counts,
+                reduction=self.spec.training.loss_aggregation,
+                scoring_pass=self._judge.decision.pass_of(index, checked=scores.checks),
+                policy_objective=policy,
+                probe=probe,
+                metrics=metrics,
+                lr_next=self._schedule.at(self.policy_version),
+                step=self.policy_version,
+                rollout_id=self.next_update,
+                published_step=self._published_step,
+                seconds=time.perf_counter() - started,
+            )
+            self._judge.append(OPTIMIZER, event)
+        return compared | metrics
+
+    def _work(self, batch: TrainingBatch, plan: StepPlan) -> StepWork:
+        """This rank's share of an optimizer step."""
+        with agreed(self._ranks):
+            own = plan.share(self._ranks.rank, self._ranks.world)
+            micros = self._micro_batches(batch, own.active)
+        return StepWork(own.members, own.active, micros)
+
+    def _micro_batches(self, batch: TrainingBatch, members: Sequence[int]) -> list[MicroBatch]:
+        return micro_batches(rows_of(batch, members), self.spec.trainer.micro_batch_tokens)
+
+    def _count(self, batch: TrainingBatch, work: StepWork) -> Normalization:
+        """What the step is divided by, over all ranks."""
+        counts = Normalization.of(batch, work.members, work.scored, work.model_tokens, self._ranks)
+        with agreed(self._ranks):
+            counts.check(self.spec.samples_per_step, self.policy_version + 1)
+        return counts
 
     def _backward(
-        self, batch: TrainingBatch, plan: StepPlan, old: Tensor, tally: UpdateTally
-    ) -> None:
-        """Accumulate one step's gradient; fills ``old`` where it is still NaN."""
-        lengths = torch.tensor([len(s.response_ids) for s in batch.samples])
-        counted = lengths[list(plan.members)]
-        per_sample = aggregation_weights(
-            lengths,
-            self.spec.training.loss_aggregation,
-            num_samples=len(plan.members),
-            num_tokens=int(counted.clamp(min=1).sum()),
-        )
-        device = self._scorer.device
-        weights = per_sample.float().repeat_interleave(lengths).to(device)
-        behavior, advantages = batch.behavior.to(device), batch.advantages.to(device)
-        total = policy = 0.0
+        self, work: StepWork, tokens: UpdateTokens, counts: Normalization, tally: UpdateTally
+    ) -> float:
+        """Accumulate one step's gradient; fills ``tokens.old`` where it is still NaN.
 
-        def chunk_loss(new: Tensor, entropy: Tensor, index: Tensor) -> Tensor:
-            nonlocal total, policy
-            known = old[index]
-            anchor = torch.where(known.isnan(), new.detach(), known)
-            old[index] = anchor
-            parts = token_loss(
-                new, anchor, behavior[index], advantages[index], entropy, self._settings
-            )
-            tally.add(parts, new, anchor, behavior[index], entropy)
-            loss = (parts.total * weights[index]).sum()
-            total += float(loss.detach())
-            policy += float((parts.policy.detach() * weights[index]).sum())
-            return loss
-
-        self._optimizer.zero_grad(set_to_none=True)
-        budget = self.spec.trainer.micro_batch_tokens
-        for micro in micro_batches(rows_of(batch, plan.active), budget):
-            tally.model_tokens += micro.num_model_tokens
-            self._scorer.backward(micro, chunk_loss)
-        tally.step_losses.append(total)
-        tally.step_policy_losses.append(policy)
-        if not math.isfinite(total):
-            raise NonFiniteLoss(f"the loss is {total}; the optimizer step was not taken")
-
-    def _check_agreement(self, batch: TrainingBatch, old: Tensor) -> None:
-        """Compare trainer and behavior log-probs before the first weights change."""
-        limit = self.spec.core.max_train_rollout_logprob_abs_diff
-        seen = ~old.isnan()
-        gap = (old[seen].double() - batch.behavior.to(old.device)[seen].double()).abs()
-        mean = float(gap.mean()) if len(gap) else 0.0
-        if limit is None or mean <= limit:
-            return
-        raise PolicyDisagreement(
-            f"mean |trainer - engine| log-prob gap {mean:.4g} over {len(gap)} tokens exceeds "
-            f"core.max_train_rollout_logprob_abs_diff = {limit:.4g} (largest {float(gap.max()):.4g}"
-            f"); likely: {_likely_cause(mean)}"
-        )
+        Returns:
+            This rank's part of the loss.
+        """
+        weights = counts.weights(tokens.batch, self.spec.training)
+        loss = StepLoss(tokens, weights, self._judge.settings, tally)
+        self._optimizer_step.clear()
+        for micro in work.micros:
+            self._scorer.backward(micro, loss, loss.look if loss.needs_look else None)
+        tally.model_tokens += work.model_tokens
+        error: NonFiniteLoss | None = None
+        try:
+            tally.step_losses.append(loss.finish())
+        except NonFiniteLoss as raised:
+            error = raised
+        self._optimizer_step.refuse_rejected(error, self.policy_version, self.next_update)
+        return tally.step_losses[-1][0]
 
     def _step(self) -> dict[str, float]:
-        """Clip, set the learning rate, step; the clock moves with the weights."""
-        norm = clip_gradients(self._parameters, self.spec.optimizer.clip_grad)
-        rate = self._schedule.at(self.policy_version)
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
+        """Check, clip, step; the clock moves with the weights."""
+        norm, rate = self._optimizer_step.admit(self.policy_version, self.next_update)
         self._steps_into_update += 1
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        moved = self._optimizer_step.apply(rate)
         self.policy_version += 1
         return {
             "train/grad_norm": norm,
-            "train/parameter_change": last_step_norm(self._optimizer),
-            "train/lr_used": rate,
+            "train/parameter_change": moved,
+            "train/lr_used-pg_0": rate,
         }
+
+    def _token_metrics(self, tally: UpdateTally, seconds: float) -> dict[str, float]:
+        """What the loss saw, over all ranks."""
+        tally.reduce(self._ranks)
+        settings = self._judge.settings
+        rows = tally.metrics(uses_tis=settings.use_tis, uses_kl=settings.kl_coef != 0)
+        active = rows["train/active_response_tokens"]
+        return rows | rate_metrics(tally.model_tokens, active, seconds, self._ranks.world)
 
     def _report(self, update: int, digest: str, steps: int, started: float) -> UpdateReport:
         return UpdateReport(
@@ -345,7 +357,8 @@ class LocalTrainer:
             "train/rollout_id": float(report.update),
             "train/optimizer_steps": float(report.optimizer_steps),
             "train/no_signal": float(report.no_signal),
-            "train/lr_next": self._schedule.at(report.policy_version),
+            "train/published_step": float(self._published_step),
+            "train/lr-pg_0": self._schedule.at(report.policy_version),
             "train/lag": float(lag),
             "train/step_seconds": report.seconds,
             "train/cpu_seconds": cpu,
@@ -359,15 +372,6 @@ class LocalTrainer:
                 f"update {self.next_update} broke off after {self._steps_into_update} of "
                 f"{self.spec.steps_per_update} optimizer steps; restore the newest checkpoint"
             )
-
-
-def _likely_cause(mean: float) -> str:
-    """What usually makes gaps of this size."""
-    if mean > 1.0:
-        return "tokens or weights shifted: another version, another token's log-prob, wrong model"
-    if mean > 0.1:
-        return "a temperature, top-p or top-k applied on one side only, or stale weights"
-    return "different dtypes or kernels; raise the limit or use float32 on both sides"
 
 
 def _resident_bytes() -> int:

@@ -5,80 +5,126 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from models.errors import ContractViolation
 from workers.trainers.batch import TrainingBatch
 from workers.trainers.loss import TokenLoss
+from workers.trainers.ranks import Ranks
+
+_SUMS = (
+    *("tokens", "clipped", "kl", "entropy", "ratio", "ratio_squared"),
+    *("tis", "tis_abs", "tis_truncated", "behavior_gap", "behavior_kl"),
+)
 
 
 @dataclass(slots=True)
 class UpdateTally:
-    """Accumulates what the loss saw, over micro-batches and optimizer steps."""
+    """Accumulates what the loss saw, over micro-batches and optimizer steps.
 
-    tokens: int = 0
+    One rank's, until ``reduce``.
+    """
+
     model_tokens: int = 0
-    sums: dict[str, float] = field(default_factory=dict)
-    step_losses: list[float] = field(default_factory=list)
-    step_policy_losses: list[float] = field(default_factory=list)
+    sums: Tensor = field(default_factory=lambda: torch.zeros(len(_SUMS), dtype=torch.float64))
+    step_losses: list[tuple[float, float, float]] = field(default_factory=list)
+    """Total, policy and KL part of each optimizer step."""
 
     def add(
-        self, parts: TokenLoss, new: Tensor, old: Tensor, behavior: Tensor, entropy: Tensor
+        self,
+        parts: TokenLoss,
+        *,
+        new: Tensor,
+        anchor: Tensor,
+        old: Tensor,
+        behavior: Tensor,
+        entropy: Tensor,
     ) -> None:
-        """Count the tokens of one chunk; all arguments are [n], detached."""
-        self.tokens += len(new)
+        """Count the tokens of one chunk; all arguments are [n]."""
+        new, entropy = new.detach(), entropy.detach()
         ratio = parts.ratio.double()
-        self._sum("clipped", parts.clipped)
-        self._sum("kl", old - new)
-        self._sum("entropy", entropy)
-        self._sum("ratio", ratio)
-        self._sum("ratio_squared", ratio * ratio)
-        self._sum("tis", parts.tis)
-        self._sum("tis_abs", (parts.tis - 1).abs())
-        self._sum("tis_truncated", parts.tis_truncated)
-        self._sum("behavior_gap", (old - behavior).abs())
-        self._sum("behavior_kl", behavior - old)
+        rows = (
+            torch.ones_like(new),
+            parts.clipped,
+            anchor - new,
+            entropy,
+            ratio,
+            ratio * ratio,
+            parts.tis,
+            (parts.tis - 1).abs(),
+            parts.tis_truncated,
+            (old - behavior).abs(),
+            behavior - old,
+        )
+        sums = torch.stack([row.double().sum() for row in rows])
+        self.sums = self.sums.to(sums.device) + sums
 
-    def mean(self, name: str) -> float:
-        """Mean of one sum over the counted tokens; 0 without any."""
-        return self.sums.get(name, 0.0) / max(self.tokens, 1)
+    def reduce(self, ranks: Ranks) -> None:
+        """Make the sums those of all ranks."""
+        self.sums = ranks.all_reduce_sum(self.sums)
+        own = torch.tensor([[float(self.model_tokens)] * 3, *self.step_losses], dtype=torch.float64)
+        tokens, *losses = ranks.all_reduce_sum(own).tolist()
+        self.model_tokens = int(tokens[0])
+        self.step_losses = [(total, policy, kl) for total, policy, kl in losses]
 
-    def metrics(self, *, uses_tis: bool) -> dict[str, float]:
+    def metrics(self, *, uses_tis: bool, uses_kl: bool) -> dict[str, float]:
         """The token-level rows of the metrics table."""
-        squared = self.sums.get("ratio_squared", 0.0) * max(self.tokens, 1)
+        sums = dict(zip(_SUMS, self.sums.tolist(), strict=True))
+        tokens = max(sums["tokens"], 1.0)
+        squared = sums["ratio_squared"] * tokens
+        total, policy, kl = (
+            sum(step) / len(self.step_losses) for step in zip(*self.step_losses, strict=True)
+        )
         rows = {
-            "train/loss": _average(self.step_losses),
-            "train/pg_loss": _average(self.step_policy_losses),
-            "train/entropy_loss": self.mean("entropy"),
-            "train/pg_clipfrac": self.mean("clipped"),
-            "train/ppo_kl": self.mean("kl"),
-            "train/ess_ratio": self.sums.get("ratio", 0.0) ** 2 / squared if squared else 0.0,
-            "train/train_rollout_logprob_abs_diff": self.mean("behavior_gap"),
-            "train/train_rollout_kl": self.mean("behavior_kl"),
+            "train/loss": total,
+            "train/policy_objective": total,
+            "train/pg_loss": policy,
+            "train/entropy_loss": sums["entropy"] / tokens,
+            "train/pg_clipfrac": sums["clipped"] / tokens,
+            "train/ppo_kl": sums["kl"] / tokens,
+            "train/ois": sums["ratio"] / tokens,
+            "train/ess_ratio": sums["ratio"] ** 2 / squared if squared else 0.0,
+            "train/train_rollout_logprob_abs_diff": sums["behavior_gap"] / tokens,
+            "train/train_rollout_kl": sums["behavior_kl"] / tokens,
             "train/model_tokens": float(self.model_tokens),
-            "train/active_response_tokens": float(self.tokens),
+            "train/active_response_tokens": sums["tokens"],
         }
+        if uses_kl:
+            rows["train/kl_loss"] = kl
         if uses_tis:
-            rows["train/tis"] = self.mean("tis")
-            rows["train/tis_abs"] = self.mean("tis_abs")
-            rows["train/tis_clipfrac"] = self.mean("tis_truncated")
+            rows["train/tis"] = sums["tis"] / tokens
+            rows["train/tis_abs"] = sums["tis_abs"] / tokens
+            rows["train/tis_clipfrac"] = sums["tis_truncated"] / tokens
         return rows
 
-    def _sum(self, name: str, values: Tensor) -> None:
-        self.sums[name] = self.sums.get(name, 0.0) + float(values.detach().double().sum())
+
+def rate_metrics(
+    model_tokens: float, active_tokens: float, seconds: float, ranks: int
+) -> dict[str, float]:
+    """Tokens a second of the trainer as a whole and of each of its ranks (one accelerator each).
+
+    Raises:
+        ContractViolation: no time, no ranks, or more active tokens than model tokens.
+    """
+    if not (seconds > 0 and ranks > 0 and model_tokens >= active_tokens >= 0):
+        raise ContractViolation(
+            f"no rate follows from {model_tokens} model tokens and {active_tokens} active ones in "
+            f"{seconds} s on {ranks} ranks"
+        )
+    return {
+        "train/model_tokens_per_second": model_tokens / seconds,
+        "train/model_tokens_per_gpu_second": model_tokens / seconds / ranks,
+        "train/active_response_tokens_per_gpu_second": active_tokens / seconds / ranks,
+    }
 
 
 def advantage_metrics(batch: TrainingBatch) -> dict[str, float]:
-    """``advantages/*`` over the samples of a collection, and its groups with a gradient."""
+    """``advantages/*`` over the samples of a collection, and its groups with unequal rewards."""
     values = torch.tensor([sample.advantage for sample in batch.samples], dtype=torch.float64)
     magnitude = values.abs()
     total = float(magnitude.sum())
-    mixed = {sample.group for sample in batch.samples if sample.advantage != 0.0}
     return {
         "advantages/max": float(values.max()),
         "advantages/min": float(values.min()),
         "advantages/max_abs": float(magnitude.max()),
         "advantages/top_response_share": float(magnitude.max()) / total if total else 0.0,
-        "train/mixed_reward_groups": float(len(mixed)),
+        "train/mixed_reward_groups": float(batch.num_mixed_groups),
     }
-
-
-def _average(values: list[float]) -> float:
-    return sum(values) / len(values) if values else 0.0

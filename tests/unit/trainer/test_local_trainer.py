@@ -293,9 +293,9 @@ def test_learning_rate_follows_the_schedule_by_completed_steps(make_spec, make_g
     first = trainer.optimize(0, "a", make_groups(0)).metrics
     tied = trainer.optimize(1, "b", make_groups(advantages=[[0.0] * 4, [0.0] * 4])).metrics
     second = trainer.optimize(2, "c", make_groups(1)).metrics
-    assert first["train/lr_used"] == pytest.approx(2e-4)
-    assert tied["train/lr_next"] == pytest.approx(4e-4)
-    assert second["train/lr_used"] == pytest.approx(4e-4)
+    assert first["train/lr_used-pg_0"] == pytest.approx(2e-4)
+    assert tied["train/lr-pg_0"] == pytest.approx(4e-4)
+    assert second["train/lr_used-pg_0"] == pytest.approx(4e-4)
 
 
 def test_description_reports_data_types_and_memory(make_spec, model_dir):

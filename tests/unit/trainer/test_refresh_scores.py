@@ -129,7 +129,8 @@ def plain_scores(model, groups):
 def events(spec) -> list[dict]:
     path = f"{spec.output.root}/{layout.TRAINING_CONTRACT}"
     with open(path) as file:
-        return [json.loads(line) for line in file]
+        found = [json.loads(line) for line in file]
+    return [event for event in found if event["event"] == "refresh_scores"]
 
 
 @pytest.mark.parametrize("batch_size", [8, 4])
@@ -185,7 +186,7 @@ def test_one_event_an_update_also_without_a_signal(make_spec, make_groups, model
 def test_other_publication_modes_have_no_event(make_spec, make_groups, model_dir, mode):
     spec = make_spec(core={"publication_mode": mode, "max_policy_lag": 8})
     report = LocalTrainer(spec, model_dir).optimize(0, "a", make_groups())
-    assert not Store(spec.output.root).exists(layout.TRAINING_CONTRACT)
+    assert events(spec) == []
     assert not [name for name in report.metrics if name.startswith("train/refresh/")]
 
 
@@ -222,7 +223,8 @@ def test_a_non_finite_score_never_reaches_the_file(make_spec, make_groups, model
     next(trainer.model.parameters()).data.fill_(NAN)
     with pytest.raises(NonFiniteLoss):
         trainer.optimize(0, "a", make_groups())
-    assert not Store(spec.output.root).exists(layout.TRAINING_CONTRACT)
+    rows = Store(spec.output.root).read_jsonl(layout.TRAINING_CONTRACT).rows
+    assert [row["event"] for row in rows] == ["optimizer_rejected"]
 
 
 def test_contract_lines_are_appended_sorted_and_without_nan(tmp_path):

@@ -43,7 +43,12 @@ def test_four_updates_equal_two_a_restart_and_two(make_spec, make_groups, model_
     assert all(torch.equal(left[name], right[name]) for name in left)
     for ours, theirs in zip(reports[2:], resumed, strict=True):
         assert ours.policy_version == theirs.policy_version
-        for key in ("train/loss", "train/grad_norm", "train/lr_used", "train/parameter_change"):
+        for key in (
+            "train/loss",
+            "train/grad_norm",
+            "train/lr_used-pg_0",
+            "train/parameter_change",
+        ):
             assert ours.metrics[key] == theirs.metrics[key]
 
 

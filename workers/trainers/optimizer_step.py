@@ -1,0 +1,89 @@
+"""One optimizer step between its gradient and its clock: what is refused, and what is done.
+
+A rank that cannot take the step ends the run on every rank, before any weight changes: the others
+would otherwise hold another version of the weights under the same number.
+"""
+
+import torch
+from torch import nn
+
+from configs.training import OptimizerSection
+from models.errors import ContractViolation, NonFiniteLoss
+from workers.trainers.adamw import build_optimizer, clip_gradients, last_step_norm
+from workers.trainers.ranks import agreed
+from workers.trainers.schedule import LearningRate
+from workers.trainers.update_scores import Judge
+
+OPTIMIZER_REJECTED = "optimizer_rejected"
+
+
+class OptimizerStep:
+    """AdamW on all parameters of a model."""
+
+    def __init__(
+        self, model: nn.Module, section: OptimizerSection, schedule: LearningRate, judge: Judge
+    ) -> None:
+        self._model = model
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._limit = section.clip_grad
+        self._schedule = schedule
+        self._judge = judge
+        self.optimizer = build_optimizer(self._parameters, section)
+
+    def clear(self) -> None:
+        """Drop gradients."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def admit(self, completed_steps: int, rollout_id: int) -> tuple[float, float]:
+        """Clip the gradient of the step after ``completed_steps``.
+
+        Returns:
+            The gradient norm before clipping and the learning rate.
+
+        Raises:
+            ContractViolation: a parameter has no gradient.
+            NonFiniteLoss: the gradient norm or the learning rate is no finite number.
+        """
+        with agreed(self._judge.ranks):
+            rate = self._schedule.at(completed_steps)
+            self._refuse_frozen()
+        norm, error = 0.0, None
+        try:
+            norm = clip_gradients(self._parameters, self._limit)
+        except NonFiniteLoss as raised:
+            error = raised
+        self.refuse_rejected(error, completed_steps, rollout_id)
+        return norm, rate
+
+    def apply(self, rate: float) -> float:
+        """Step at learning rate ``rate``; returns the L2 norm of the weights' change."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.clear()
+        return last_step_norm(self.optimizer)
+
+    def refuse_rejected(
+        self, error: NonFiniteLoss | None, completed_steps: int, rollout_id: int
+    ) -> None:
+        """Raise on every rank when one of them has an ``error``; no clock moves."""
+        rejecting = torch.tensor([float(error is not None)])
+        if float(self._judge.ranks.all_reduce_sum(rejecting)) == 0:
+            return
+        self.clear()
+        event = {
+            "step": completed_steps + 1,
+            "rollout_id": rollout_id,
+            "local_optimizer_skipped": error is not None,
+        }
+        self._judge.append(OPTIMIZER_REJECTED, event)
+        self._judge.ranks.agree(error)
+
+    def _refuse_frozen(self) -> None:
+        """A parameter without a gradient would stay as it is, in silence."""
+        frozen = [name for name, p in self._model.named_parameters() if p.grad is None]
+        if frozen:
+            raise ContractViolation(
+                f"{len(frozen)} parameters have no gradient after the backward pass and would "
+                f"never change: {', '.join(frozen[:3])}; none may be frozen"
+            )

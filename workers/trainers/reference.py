@@ -1,0 +1,21 @@
+"""The reference of the KL term: a frozen copy of the prepared model."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from configs.run import RunSpec
+from workers.trainers.load import load_model
+
+
+def load_reference(spec: RunSpec, model_dir: Path, device: torch.device) -> Any | None:
+    """The prepared model once more, frozen, in float32 like the master weights; None without KL.
+
+    At version 0 its log-probs are the trainer's, so the KL term starts at exactly 0. It is the
+    prepared model after a restore as well: checkpoints do not hold it.
+    """
+    if spec.training.kl_loss_coef == 0:
+        return None
+    model = load_model(model_dir, attention=spec.trainer.attention)
+    return model.to(device).eval().requires_grad_(False)
