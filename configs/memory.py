@@ -20,6 +20,8 @@ _CONTROL_PROCESS_BYTES = 120 << 20
 """Interpreter, Ray and Arrow, resident in the producer; the router stays below it (measured)."""
 _HELD_TOKEN_BYTES = 72
 """A token and its log-prob in a finished sample: two boxed numbers in two lists (measured)."""
+_EXPERT_PART = ".mlp.experts."
+"""Part of the name of every tensor that belongs to a routed expert."""
 _TINY_VOCABULARY = 100
 """Newline, 95 printable ASCII characters and four special tokens."""
 
@@ -29,6 +31,8 @@ class ModelShape:
     """What the estimate needs to know of a decoder."""
 
     num_parameters: int
+    num_active_parameters: int
+    """Those that one token goes through: all, or less with a mixture of experts."""
     num_layers: int
     num_kv_heads: int
     head_dim: int
@@ -49,16 +53,35 @@ def model_shape(spec: RunSpec) -> ModelShape | None:
 
 
 def tiny_shape(tiny: TinySpec) -> ModelShape:
-    """Count a Qwen3 decoder: tied embedding, feed-forward 4 x width, per-head query/key norms.
+    """Count a tiny decoder.
 
-    A layer has q and o of D x D, k and v of D x (kv heads x head), three D x 4D matrices, two
-    norms of D and two of the head size; one norm of D ends the stack.
+    Dense Qwen3 has a tied embedding and a feed-forward of 4 x width: three D x 4D matrices. A
+    mixture of E experts of width I has three D x I matrices each, a router of E x D, and a head of
+    its own. A layer has q and o of D x D, k and v of D x (kv heads x head), two norms of D, and
+    query and key norms: of the head size in Qwen3, of all heads in OLMoE. One norm of D ends the
+    stack.
     """
     width, head = tiny.hidden_size, tiny.hidden_size // tiny.num_heads
-    attention = 2 * width * width + 2 * width * tiny.num_kv_heads * head
-    layer = attention + 3 * width * 4 * width + 2 * width + 2 * head
-    parameters = _TINY_VOCABULARY * width + tiny.num_layers * layer + width
-    return ModelShape(parameters, tiny.num_layers, tiny.num_kv_heads, head, _TINY_VOCABULARY)
+    kv_width = tiny.num_kv_heads * head
+    norms = 2 * width + (width + kv_width if tiny.architecture == "olmoe" else 2 * head)
+    layer = active_layer = 2 * width * width + 2 * width * kv_width + norms
+    experts = tiny.experts
+    if experts is None:
+        layer += 3 * width * 4 * width
+        active_layer = layer
+    else:
+        router, expert = experts.num_experts * width, 3 * width * experts.moe_intermediate_size
+        layer += router + experts.num_experts * expert
+        active_layer += router + experts.experts_per_token * expert
+    outside = _TINY_VOCABULARY * width * (1 if experts is None else 2) + width
+    return ModelShape(
+        num_parameters=outside + tiny.num_layers * layer,
+        num_active_parameters=outside + tiny.num_layers * active_layer,
+        num_layers=tiny.num_layers,
+        num_kv_heads=tiny.num_kv_heads,
+        head_dim=head,
+        vocab_size=_TINY_VOCABULARY,
+    )
 
 
 def folder_shape(folder: Path) -> ModelShape | None:
@@ -78,8 +101,10 @@ def _read_shape(folder: Path) -> ModelShape | None:
     if not files or "num_hidden_layers" not in config:
         return None
     heads = config["num_attention_heads"]
+    sizes = {name: size for file in files for name, size in _tensor_sizes(file).items()}
     return ModelShape(
-        num_parameters=sum(_num_elements(file) for file in files),
+        num_parameters=sum(sizes.values()),
+        num_active_parameters=sum(sizes.values()) - _idle_elements(sizes, config),
         num_layers=config["num_hidden_layers"],
         num_kv_heads=config.get("num_key_value_heads") or heads,
         head_dim=config.get("head_dim") or config["hidden_size"] // heads,
@@ -106,6 +131,7 @@ def estimate(spec: RunSpec, shape: ModelShape) -> dict[str, int]:
     control = (1 + spec.fully_async) * _CONTROL_PROCESS_BYTES
     return {
         "num_parameters": shape.num_parameters,
+        "num_active_parameters": shape.num_active_parameters,
         "trainer_states_bytes": states,
         "trainer_logits_bytes": logits,
         "engine_weights_bytes": weights,
@@ -131,21 +157,33 @@ def producer_bytes(spec: RunSpec) -> int:
 def trainer_bytes(spec: RunSpec, num_parameters: int, vocab_size: int) -> tuple[int, int]:
     """Bytes of the trainer's states, and of the logits of one chunk; activations come on top.
 
-    States: 16 bytes a parameter (float32 weights, gradient and two Adam moments) and a copy in the
-    compute dtype when that is another. A chunk: logits, their gradient and the float32 softmax.
+    States: 16 bytes a parameter (float32 weights, gradient and two Adam moments), 4 for the frozen
+    reference of a KL term, and a copy in the compute dtype when that is another. A chunk: logits,
+    their gradient and the float32 softmax.
     """
     compute = _DTYPE_BYTES[spec.trainer.compute_dtype]
-    states = 16 * num_parameters
+    states = (20 if spec.training.kl_loss_coef > 0 else 16) * num_parameters
     if spec.trainer.compute_dtype != "float32":
         states += compute * num_parameters
     return states, spec.trainer.logprob_chunk_tokens * vocab_size * (2 * compute + 4)
 
 
-def _num_elements(file: Path) -> int:
-    """Elements of every tensor in a safetensors file: its header is length-prefixed JSON."""
+def _idle_elements(sizes: dict[str, int], config: dict[str, Any]) -> int:
+    """Elements of the experts that a token does not go through."""
+    in_experts = sum(size for name, size in sizes.items() if _EXPERT_PART in name)
+    if not in_experts:
+        return 0
+    experts = config.get("num_experts") or config["num_local_experts"]
+    return in_experts * (experts - config["num_experts_per_tok"]) // experts
+
+
+def _tensor_sizes(file: Path) -> dict[str, int]:
+    """Elements by tensor of a safetensors file: its header is length-prefixed JSON."""
     with file.open("rb") as stream:
         (length,) = struct.unpack("<Q", stream.read(8))
         header: dict[str, Any] = json.loads(stream.read(length))
-    return sum(
-        math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__"
-    )
+    return {
+        name: math.prod(tensor["shape"])
+        for name, tensor in header.items()
+        if name != "__metadata__"
+    }

@@ -55,6 +55,25 @@ data.prompt_data = "/nowhere/train.jsonl"
             "training.save_interval",
             ["save_checkpoints"],
         ),
+        (
+            ['model.source="tiny"', "model.tiny.num_experts=4"],
+            "model.tiny.num_experts = 4",
+            ["qwen3 is dense", "qwen3_moe, olmoe"],
+        ),
+        (
+            ['model.source="tiny"', "model.tiny.moe_intermediate_size=16"],
+            "model.tiny.moe_intermediate_size = 16",
+            ["remove it or set model.tiny.architecture"],
+        ),
+        (
+            [
+                'model.source="tiny"',
+                'model.tiny.architecture="olmoe"',
+                "model.tiny.experts_per_token=9",
+            ],
+            "model.tiny.experts_per_token = 9",
+            ["8 experts", "use at most 8"],
+        ),
         (["model.tiny.num_layers=2"], "model.tiny", ["org/name"]),
         (
             ['model.source="tiny"', "model.tiny.num_kv_heads=3"],

@@ -22,6 +22,50 @@ def test_parameters_of_the_tiny_models() -> None:
     assert tiny_shape(small).num_parameters == 286_656
 
 
+@pytest.mark.parametrize(
+    ("architecture", "sizes", "total", "active"),
+    [
+        ("qwen3_moe", {}, 1_800_576, 620_928),
+        ("olmoe", {}, 1_801_088, 621_440),
+        ("qwen3_moe", {"num_experts": 4, "experts_per_token": 3}, 112_000, 93_568),
+        ("olmoe", {"num_experts": 4, "experts_per_token": 3}, 112_128, 93_696),
+    ],
+)
+def test_parameters_of_tiny_mixtures(
+    architecture: str, sizes: dict[str, int], total: int, active: int
+) -> None:
+    # Counted by transformers' modules; active: without the experts that a token passes by.
+    small = {"hidden_size": 64, "num_layers": 2, "moe_intermediate_size": 48} if sizes else {}
+    tiny = TinySpec.model_validate({"architecture": architecture, **small, **sizes})
+    shape = tiny_shape(tiny)
+    assert (shape.num_parameters, shape.num_active_parameters) == (total, active)
+
+
+def test_active_parameters_of_a_folder_with_experts(tmp_path: Path) -> None:
+    # two of eight experts of ten elements each, and a router
+    names = [f"model.layers.0.mlp.experts.{expert}.up_proj.weight" for expert in range(8)]
+    header = {name: {"dtype": "F32", "shape": [10], "data_offsets": [0, 40]} for name in names}
+    header["model.layers.0.mlp.gate.weight"] = {
+        "dtype": "F32",
+        "shape": [8],
+        "data_offsets": [0, 32],
+    }
+    text = json.dumps(header).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+    config = {
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "hidden_size": 8,
+        "vocab_size": 10,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shape = folder_shape(tmp_path)
+    assert shape is not None
+    assert (shape.num_parameters, shape.num_active_parameters) == (88, 28)
+
+
 def test_shape_of_a_folder_comes_from_headers(tmp_path: Path) -> None:
     header = {
         "__metadata__": {"format": "pt"},
@@ -86,7 +130,9 @@ def test_memory_of_a_fully_async_run_by_hand() -> None:
 
 def test_the_engine_bounds_its_kv_cache() -> None:
     wide = ["inference.max_running_requests=64", "core.max_context_length=2048"]
-    shape = ModelShape(134_515_008, num_layers=30, num_kv_heads=3, head_dim=64, vocab_size=49_152)
+    shape = ModelShape(
+        134_515_008, 134_515_008, num_layers=30, num_kv_heads=3, head_dim=64, vocab_size=49_152
+    )
     held = estimate(load_run(TINY, [*wide, "inference.dtype='bfloat16'"]).spec, shape)
     # 64 x 2048 tokens of 2 x 30 x 3 x 64 x 2 bytes would be 2880 MiB
     engine = parse_options(["--model-path", "x"])

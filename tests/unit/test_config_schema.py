@@ -56,6 +56,7 @@ CHANGES: dict[str, Any] = {
     "model.tiny.hidden_size": 64,
     "model.tiny.num_heads": 2,
     "model.tiny.num_kv_heads": 1,
+    "model.tiny.num_experts": 4,
     "core.max_policy_lag": 2,
     "inference.router_max_queued_requests": 5000,
     "async.async_max_concurrent_samples": 64,
@@ -79,6 +80,11 @@ BACKGROUND_ONLY = frozenset(
     ("evaluation.submit_timeout_s", "evaluation.timeout_s", "evaluation.num_threads")
 )
 """Refused where evaluations share the run's engines."""
+
+EXPERTS_ONLY = frozenset(
+    f"model.tiny.{key}" for key in ("num_experts", "experts_per_token", "moe_intermediate_size")
+)
+"""Refused with a dense architecture."""
 
 
 def test_the_committed_schema_is_current() -> None:
@@ -129,6 +135,8 @@ def test_every_key_changes_the_plan(key: str, tmp_path: Path) -> None:
         base["evaluation"] = {}
     elif key == "model.source":
         base["model"] = {"source": "org/base"}
+    if key in EXPERTS_ONLY:
+        base["model"]["tiny"]["architecture"] = "qwen3_moe"
     if key == "training.save_checkpoints":
         del base["training"]["save_interval"]
     if key.startswith("async.") or key in ASYNC_ONLY:

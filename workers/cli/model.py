@@ -7,7 +7,9 @@ from typing import Annotated
 import typer
 
 from configs.data import DataSection, TaskSpec
-from configs.model import TinySpec
+from configs.model import ModelSection, TinyArchitecture, TinySpec
+from configs.model_checks import model_problems
+from configs.problem import configuration_error
 from models.errors import ConfigurationError
 from workers.cli.output import notice, out
 
@@ -27,22 +29,41 @@ def tiny(
     num_layers: Annotated[int, typer.Option(min=1, help="Decoder layers.")] = 4,
     num_heads: Annotated[int, typer.Option(min=1, help="Attention heads.")] = 4,
     num_kv_heads: Annotated[int, typer.Option(min=1, help="Key/value heads.")] = 2,
+    architecture: Annotated[TinyArchitecture, typer.Option(help="Model family.")] = "qwen3",
+    num_experts: Annotated[
+        int | None, typer.Option(min=2, help="Experts of a layer; default 8.")
+    ] = None,
+    experts_per_token: Annotated[
+        int | None, typer.Option(min=1, help="Experts of a token; default 2.")
+    ] = None,
+    moe_intermediate_size: Annotated[
+        int | None, typer.Option(min=1, help="Inner width of an expert; default: the width.")
+    ] = None,
     warmup_accuracy: Annotated[
         float, typer.Option(min=0.0, max=0.99, help="Supervised warm-up stops here; 0: none.")
     ] = 0.15,
     seed: Annotated[int, typer.Option(min=0, help="Initialization and warm-up.")] = 0,
 ) -> None:
-    """Make a tiny Qwen3 that has begun to learn reversing words, as a Hugging Face folder."""
+    """Make a tiny model that has begun to learn reversing words, as a Hugging Face folder."""
     if folder.exists():
         raise ConfigurationError(f"--out {folder}: exists already; name a new folder")
-    spec = TinySpec(
-        hidden_size=hidden_size,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        warmup_accuracy=warmup_accuracy,
-        seed=seed,
+    spec = TinySpec.model_validate(
+        {
+            "architecture": architecture,
+            "hidden_size": hidden_size,
+            "num_layers": num_layers,
+            "num_heads": num_heads,
+            "num_kv_heads": num_kv_heads,
+            "num_experts": num_experts,
+            "experts_per_token": experts_per_token,
+            "moe_intermediate_size": moe_intermediate_size,
+            "warmup_accuracy": warmup_accuracy,
+            "seed": seed,
+        }
     )
+    problems = list(model_problems(ModelSection(source="tiny", tiny=spec), has_tasks=True))
+    if problems:
+        raise configuration_error("model tiny", problems)
     task = TaskSpec(task="reverse_word", train_count=1, params={"letters": letters})
     # Before torch is imported: spinning OpenMP threads on busy cores are many times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -1,4 +1,4 @@
-"""A tiny Qwen3 made on the spot and warmed up by supervised batches of a generated task.
+"""A tiny model made on the spot and warmed up by supervised batches of a generated task.
 
 The warm-up stops at the first check whose sampled accuracy reaches the goal: the jump from nothing
 to something is steep and its batch varies with the seed, so a batch count would not do.
@@ -13,11 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    GenerationConfig,
+    OlmoeConfig,
+    OlmoeForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
-from configs.model import TinySpec
+from configs.model import TinyExperts, TinySpec
 from models.errors import ConfigurationError
 from workers.sources.characters import BOS_ID, EOS_ID, PAD_ID, character_tokenizer
+from workers.sources.expert_names import file_weights
 from workers.sources.tasks import Question
 from workers.sources.tensor_file import write_tensors
 
@@ -66,33 +75,77 @@ def make_tiny_model(out_dir: Path, tiny: TinySpec, questions: Sequence[Question]
     model.config.save_pretrained(out_dir)
     _stop_at_eos().save_pretrained(out_dir)
     tokenizer.save_pretrained(out_dir)
-    write_tensors(out_dir / "model.safetensors", dict(model.named_parameters()))
+    weights = file_weights(dict(model.named_parameters()), model.config.model_type)
+    write_tensors(out_dir / "model.safetensors", weights)
     return TinyReport(sum(p.numel() for p in model.parameters()), batches, accuracy)
 
 
 def _new_model(tiny: TinySpec, vocabulary: int) -> Any:
-    """A randomly initialized Qwen3 with tied embeddings."""
+    """A randomly initialized model of ``tiny.architecture``."""
     if tiny.hidden_size % tiny.num_heads or tiny.num_heads % tiny.num_kv_heads:
         raise ConfigurationError(
             f"model.tiny: hidden_size {tiny.hidden_size} must be a multiple of num_heads "
             f"{tiny.num_heads}, and that a multiple of num_kv_heads {tiny.num_kv_heads}"
         )
+    sizes: dict[str, Any] = {
+        "vocab_size": vocabulary,
+        "hidden_size": tiny.hidden_size,
+        "num_hidden_layers": tiny.num_layers,
+        "num_attention_heads": tiny.num_heads,
+        "num_key_value_heads": tiny.num_kv_heads,
+        "max_position_embeddings": _MAX_POSITIONS,
+        "pad_token_id": PAD_ID,
+        "bos_token_id": BOS_ID,
+        "eos_token_id": EOS_ID,
+    }
+    if tiny.experts is None:
+        return _dense(sizes).eval()
+    return _mixture(sizes, tiny.architecture, tiny.experts).eval()
+
+
+def _dense(sizes: dict[str, Any]) -> Any:
+    """A Qwen3 with tied embeddings and a feed-forward of four times the width."""
     config = Qwen3Config(
-        vocab_size=vocabulary,
-        hidden_size=tiny.hidden_size,
-        intermediate_size=4 * tiny.hidden_size,
-        num_hidden_layers=tiny.num_layers,
-        num_attention_heads=tiny.num_heads,
-        num_key_value_heads=tiny.num_kv_heads,
-        head_dim=tiny.hidden_size // tiny.num_heads,
-        max_position_embeddings=_MAX_POSITIONS,
+        intermediate_size=4 * sizes["hidden_size"],
+        head_dim=sizes["hidden_size"] // sizes["num_attention_heads"],
         tie_word_embeddings=True,
-        pad_token_id=PAD_ID,
-        bos_token_id=BOS_ID,
-        eos_token_id=EOS_ID,
         architectures=["Qwen3ForCausalLM"],
+        **sizes,
     )
-    return Qwen3ForCausalLM(config).eval()
+    return Qwen3ForCausalLM(config)
+
+
+def _mixture(sizes: dict[str, Any], architecture: str, experts: TinyExperts) -> Any:
+    """A mixture of experts in every layer with a head of its own.
+
+    As in the published models, Qwen3-MoE renormalizes the weights of the chosen experts and OLMoE
+    does not. SGLang cannot serve a Qwen3-MoE with a tied head.
+    """
+    mixture: dict[str, Any] = {
+        "num_experts": experts.num_experts,
+        "num_experts_per_tok": experts.experts_per_token,
+        "tie_word_embeddings": False,
+        **sizes,
+    }
+    if architecture == "olmoe":
+        return OlmoeForCausalLM(
+            OlmoeConfig(
+                intermediate_size=experts.moe_intermediate_size,
+                norm_topk_prob=False,
+                architectures=["OlmoeForCausalLM"],
+                **mixture,
+            )
+        )
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            intermediate_size=4 * sizes["hidden_size"],
+            moe_intermediate_size=experts.moe_intermediate_size,
+            head_dim=sizes["hidden_size"] // sizes["num_attention_heads"],
+            norm_topk_prob=True,
+            architectures=["Qwen3MoeForCausalLM"],
+            **mixture,
+        )
+    )
 
 
 def _warm_up(

@@ -5,11 +5,14 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import safe_open
 from torch import Tensor
 
 from configs.memory import trainer_bytes
 from configs.run import RunSpec
 from models.errors import ConfigurationError
+from workers.engines.native.model_files import safetensor_files
+from workers.sources.expert_names import FUSED_FAMILIES, file_weights
 from workers.trainers.logprobs import Scorer
 from workers.trainers.packing import Response, Row, collate
 
@@ -22,7 +25,8 @@ def load_policy(spec: RunSpec, model_dir: Path) -> Any:
     Dropout stays off (evaluation mode): the log-probs of a response must not depend on the pass.
 
     Raises:
-        ConfigurationError: the model cannot be trained with packed rows.
+        ConfigurationError: the model cannot be trained with packed rows, or its export would have
+            other tensor names than its own files.
     """
     if spec.core.max_context_length - 1 > spec.trainer.micro_batch_tokens:
         raise ConfigurationError(
@@ -36,6 +40,7 @@ def load_policy(spec: RunSpec, model_dir: Path) -> Any:
             f"{model_dir} cannot be loaded with trainer.attention = {spec.trainer.attention!r}: "
             f"{str(error).splitlines()[0]}"
         ) from error
+    _refuse_other_names(model, model_dir)
     _refuse_short_windows(spec, model.config)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model.to(device).eval().requires_grad_(True)
@@ -69,6 +74,28 @@ def describe_trainer(spec: RunSpec, model: Any, resident_bytes: int) -> dict[str
         "estimated_bytes": sum(trainer_bytes(spec, parameters, vocabulary)),
         "resident_bytes": resident_bytes,
     }
+
+
+def _refuse_other_names(model: Any, model_dir: Path) -> None:
+    """Engines know a model by the names in its files, and exports must use the same.
+
+    transformers merges tensors of some families while it loads; ``expert_names`` undoes it for
+    those it knows. Fused experts in the files themselves are fine: engines split those as well.
+    """
+    found: set[str] = set()
+    for path in safetensor_files(model_dir):
+        with safe_open(path, framework="pt") as file:
+            found.update(file.keys())
+    own, family = dict(model.named_parameters()), model.config.model_type
+    fused = {name: tensor for name, tensor in own.items() if name in found}
+    absent = sorted(file_weights(own, family).keys() - file_weights(fused, family).keys() - found)
+    if absent:
+        raise ConfigurationError(
+            f"{model_dir}: {type(model).__name__} holds {len(absent)} tensors by other names than "
+            f"its files ({', '.join(absent[:2])}), and their export could not be served; merged "
+            f"tensors are split again for {', '.join(FUSED_FAMILIES)}; use a model of such a "
+            "family or one that is not merged"
+        )
 
 
 def _refuse_short_windows(spec: RunSpec, config: Any) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from activities.wire.digest import weights_digest
 from models.publication import WeightsRef
+from workers.sources.expert_names import file_weights
 from workers.sources.folders import copy_companions, staged
 from workers.sources.tensor_file import write_tensors
 
@@ -22,9 +23,10 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 def named_weights(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by Hugging Face name; a tied head appears once.
+    """Parameters and persistent buffers by their names in memory; a tied head appears once.
 
     ``named_parameters`` yields a shared tensor under its first name only, which is the embedding's.
+    Files have these names too, but for fused experts; see ``expert_names``.
     """
     weights: dict[str, Tensor] = dict(model.named_parameters())
     persistent = model.state_dict(keep_vars=True)
@@ -51,7 +53,8 @@ def fill_model_folder(
     config.pop("torch_dtype", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    return write_tensors(folder / MODEL_FILE, named_weights(model), dtype)
+    weights = file_weights(named_weights(model), model.config.model_type)
+    return write_tensors(folder / MODEL_FILE, weights, dtype)
 
 
 def num_weight_bytes(model: Any, dtype: torch.dtype) -> int:
