@@ -82,14 +82,14 @@ class Normalization:
             )
 
     def weights(self, batch: TrainingBatch, section: TrainingSection) -> Tensor:
-        """[N] float32: the share of each response token in the loss of the step."""
+        """[N] float64: the share of each response token in the loss of the step."""
         per_sample = aggregation_weights(
             batch.active_counts,
             section.loss_aggregation,
             num_samples=self.samples,
             num_tokens=self.token_denominator,
         )
-        return per_sample.float().repeat_interleave(batch.lengths)
+        return per_sample.repeat_interleave(batch.lengths)
 
     def as_event(self) -> dict[str, int]:
         """The counts as the contract file has them."""
