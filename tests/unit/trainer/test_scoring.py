@@ -1,0 +1,147 @@
+"""When a scoring pass is needed, when it is checked, and what the check says."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from activities.storage import layout
+from configs.scoring import scoring_plan
+from models.errors import PolicyDisagreement
+from workers.trainers.local import LocalTrainer
+from workers.trainers.logprobs import Scorer
+from workers.trainers.ranks import SingleRank
+from workers.trainers.scoring import ScoringDecision, refuse_scoring_gap, scoring_check
+
+NAN = float("nan")
+
+
+class Config:
+    """As much of a transformers configuration as is looked at."""
+
+    def __init__(self, **fields: object) -> None:
+        self._fields = fields
+
+    def to_dict(self) -> dict[str, object]:
+        return self._fields
+
+
+def events(spec, name: str) -> list[dict]:
+    path = Path(spec.output.root) / layout.TRAINING_CONTRACT
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return [row for row in rows if row["event"] == name]
+
+
+def test_the_pass_is_skipped_only_where_one_training_forward_can_stand_for_it(make_spec):
+    assert scoring_plan(make_spec()).covers == "nothing"
+    assert scoring_plan(make_spec(training={"global_batch_size": 4})).covers == "later_steps"
+    required = {"max_policy_lag": 8, "scoring_pass_required": True}
+    assert scoring_plan(make_spec(core=required)).covers == "all"
+    plain, dropping = Config(attention_dropout=0.0), Config(a=1, resid_dropout=0.1)
+    assert ScoringDecision(make_spec(), plain).plan.covers == "nothing"
+    decision = ScoringDecision(make_spec(), dropping)
+    assert decision.plan.covers == "all"
+    assert "resid_dropout" in decision.plan.reason
+
+
+def test_a_check_is_due_in_the_first_update_of_a_process_and_on_the_interval(make_spec):
+    core = {"max_policy_lag": 8, "scoring_check_interval": 50}
+    decision = ScoringDecision(make_spec(core=core), Config())
+    assert decision.check_due(7)
+    decision.checked()
+    assert [s for s in range(1, 201) if decision.check_due(s)] == [50, 100, 150, 200]
+    only_first = ScoringDecision(make_spec(core=core | {"scoring_check_interval": 0}), Config())
+    assert only_first.check_due(50)
+    only_first.checked()
+    assert not any(only_first.check_due(s) for s in range(200))
+    forced = ScoringDecision(make_spec(core=core | {"scoring_pass_required": True}), Config())
+    assert not forced.check_due(0)
+
+
+def test_the_check_counts_tokens_that_both_scored():
+    standalone = torch.tensor([-1.0, -2.0, NAN, -4.0, -5.0])
+    training = torch.tensor([-1.0, -2.5, -3.0, NAN, -5.0625])
+    event = scoring_check(standalone, training, SingleRank(), rollout_id=4, tolerance=0.1)
+    assert event == {
+        "rollout_id": 4,
+        "active_tokens": 3,
+        "mean_abs": 0.1875,
+        "max_abs": 0.5,
+        "tokens_above_edge": 2,
+        "edge": 1e-3,
+        "tolerance": 0.1,
+    }
+    with pytest.raises(PolicyDisagreement, match=r"differ by 0\.1875 .*scoring_check_tolerance"):
+        refuse_scoring_gap(event)
+    refuse_scoring_gap(event | {"tolerance": 0.1875})
+    nothing = scoring_check(standalone, standalone * NAN, SingleRank(), rollout_id=0, tolerance=1.0)
+    assert (nothing["active_tokens"], nothing["mean_abs"], nothing["max_abs"]) == (0, 0.0, 0.0)
+
+
+def test_updates_tell_where_their_scores_come_from(make_spec, make_groups, model_dir):
+    spec = make_spec(core={"max_policy_lag": 8, "scoring_check_interval": 2})
+    trainer = LocalTrainer(spec, model_dir)
+    for update in range(4):
+        trainer.optimize(update, str(update), make_groups(update, version=update))
+    passes = [event["scoring_pass"] for event in events(spec, "optimizer")]
+    assert passes == ["checked", "skipped", "checked", "skipped"]
+    checks = events(spec, "scoring_check")
+    assert [check["rollout_id"] for check in checks] == [0, 2]
+    assert all(check["mean_abs"] < 1e-5 for check in checks)
+    assert [event["source"] for event in events(spec, "scores")] == ["training_forward"] * 4
+    assert events(spec, "score_timing") == []
+
+
+def test_a_required_pass_scores_everything_and_changes_nothing(make_spec, make_groups, model_dir):
+    skipping = LocalTrainer(make_spec(), model_dir)
+    skipping.optimize(0, "a", make_groups())
+    core = {"max_policy_lag": 8, "scoring_pass_required": True}
+    spec = make_spec(core=core, output={"root": str(model_dir / "forced")})
+    forced = LocalTrainer(spec, model_dir)
+    report = forced.optimize(0, "a", make_groups())
+    assert report.metrics["train/ess_ratio"] == pytest.approx(1.0, abs=1e-9)
+    for (name, left), right in zip(
+        skipping.model.named_parameters(), forced.model.parameters(), strict=True
+    ):
+        # Adam's first step is the gradient's sign: compare where rounding cannot turn it
+        assert (left - right).abs().median() < 1e-6, name
+    (optimizer,) = events(spec, "optimizer")
+    assert optimizer["scoring_pass"] == "standalone"
+    (timing,) = events(spec, "score_timing")
+    assert timing["model_tokens"] == report.metrics["train/model_tokens"]
+    assert timing["seconds"] > 0
+    assert events(spec, "scores")[0]["source"] == "standalone"
+    assert events(spec, "scoring_check") == []
+
+
+def test_later_steps_are_scored_before_the_first(make_spec, make_groups, model_dir):
+    spec = make_spec(training={"global_batch_size": 4})
+    LocalTrainer(spec, model_dir).optimize(0, "a", make_groups())
+    passes = [event["scoring_pass"] for event in events(spec, "optimizer")]
+    assert passes == ["checked", "standalone"]
+    assert events(spec, "scores")[0]["source"] == "mixed"
+    assert len(events(spec, "score_timing")) == 1
+
+
+def test_a_forward_that_depends_on_its_pass_is_refused_before_the_weights_change(
+    make_spec, make_groups, model_dir, monkeypatch
+):
+    spec = make_spec()
+    trainer = LocalTrainer(spec, model_dir)
+    before = {name: p.clone() for name, p in trainer.model.named_parameters()}
+    score = Scorer.score
+
+    def off(self, batch):
+        logprobs, entropies = score(self, batch)
+        return logprobs + 0.01, entropies
+
+    monkeypatch.setattr(Scorer, "score", off)
+    with pytest.raises(PolicyDisagreement, match="the training forward"):
+        trainer.optimize(0, "a", make_groups())
+    assert all(torch.equal(before[n], p) for n, p in trainer.model.named_parameters())
+    (check,) = events(spec, "scoring_check")
+    assert check["mean_abs"] == pytest.approx(0.01, rel=1e-3)
+    assert check["tokens_above_edge"] == check["active_tokens"] == 36
+    assert events(spec, "optimizer") == []
+    assert trainer.policy_version == 0
