@@ -14,7 +14,7 @@ import structlog
 
 from activities.healing import restart_engines
 from activities.loading import EngineUpdate, LoadOrder, Phase
-from activities.publication_trace import PublicationTrace
+from activities.publication_trace import BOUNDARY, PublicationTrace
 from activities.site import Site
 from models.errors import EngineLost, ServiceUnreachable
 from models.ports import EngineHandle
@@ -48,15 +48,18 @@ async def update_fleet(
     failed = [update for update in updates if update.failure is not None]
     if not failed:
         return _updated(updates)
-    await replace_failed(site, order, [update.failure for update in failed if update.failure])
+    failures = [update.failure for update in failed if update.failure is not None]
+    await replace_failed(site, order, failures, trace)
     again = await _round(site, order, await site.fleet.engines(order.run), trace)
     for update in again:
         if update.error is not None:
             raise lost(order, update.error)
-    return _updated(again, failed)
+    return _updated(again, failures)
 
 
-async def replace_failed(site: Site, order: LoadOrder, failures: Sequence[EngineFailure]) -> None:
+async def replace_failed(
+    site: Site, order: LoadOrder, failures: Sequence[EngineFailure], trace: PublicationTrace
+) -> None:
     """End engines that failed an update and start others in their places.
 
     Raises:
@@ -69,8 +72,9 @@ async def replace_failed(site: Site, order: LoadOrder, failures: Sequence[Engine
             **failure.model_dump(),
         )
     names = tuple(failure.engine for failure in failures)
-    await site.fleet.replace_engines(order.token, order.run, names)
-    await restart_engines(site, order.run, order.token)
+    with trace.part(BOUNDARY):
+        await site.fleet.replace_engines(order.token, order.run, names)
+        await restart_engines(site, order.run, order.token)
 
 
 def lost(order: LoadOrder, error: Exception) -> Exception:
@@ -113,10 +117,10 @@ async def _everywhere(
             raise end
 
 
-def _updated(updates: Sequence[EngineUpdate], failed: Sequence[EngineUpdate] = ()) -> Updated:
+def _updated(updates: Sequence[EngineUpdate], replaced: Sequence[EngineFailure] = ()) -> Updated:
     return Updated(
         engines=tuple(update.engine for update in updates),
         confirmations=tuple(update.confirmation for update in updates),
-        repeated=not failed and all(update.repeated for update in updates),
-        replaced=tuple(update.failure for update in failed if update.failure is not None),
+        repeated=not replaced and all(update.repeated for update in updates),
+        replaced=tuple(replaced),
     )

@@ -16,6 +16,9 @@ from models.errors import ConfigurationError
 NAMES = ("PERDURE_PUBLICATION_DIAGNOSTICS", "OI_MILES_PUBLICATION_DIAGNOSTICS")
 """Either name, in the environment or in ``launch.env``; "1" turns the diagnostics on."""
 
+BOUNDARY = "boundary"
+"""The part that heals the fleet and closes the producer's boundary."""
+
 STACKS_EVERY_S = 60.0
 """Longest silence of a publication before the stacks of all threads are logged, and again."""
 

@@ -12,25 +12,29 @@ epoch, goes the whole way again, and what it finds done moves nothing.
 import asyncio
 import time
 
+import structlog
+
 from activities.fleet_update import Updated, update_fleet
 from activities.healing import restart_engines
 from activities.heartbeat import beating
 from activities.loading import LoadOrder, Phase, update_timeout_s
-from activities.publication_trace import PublicationTrace, diagnostics_wanted
+from activities.publication_trace import BOUNDARY, PublicationTrace, diagnostics_wanted
 from activities.rolling import DRAIN, RollingEvents, RollingUpdate
-from activities.routing import connected_router, route, table_of
+from activities.routing import connected_router, route, router_state, table_of
 from activities.site import Site, spec_of, store_of
 from activities.storage import layout
 from activities.storage.store import Store
 from activities.timing import timed
 from configs.run import RunSpec
+from models.errors import EngineLost, ServiceUnreachable
 from models.ids import FenceToken
 from models.publication import PublicationReport, PublishRequest, WeightsRef
 from models.routing import EngineState
 
-BOUNDARY = "boundary"
 EXPORT = "export"
 ROUTING = "routing"
+
+_log = structlog.get_logger(__name__)
 
 
 async def publish(site: Site, request: PublishRequest, token: FenceToken) -> PublicationReport:
@@ -75,12 +79,27 @@ async def _publish(
         weights = await site.fleet.trainer(run).export_weights(token, request.version)
     order = LoadOrder(run, token, weights, update_timeout_s(spec))
     if spec.fully_async:
-        updated = await _publish_under_load(site, order, spec, trace)
+        updated = await _publish_past_router_loss(site, order, spec, trace)
     else:
         updated = await update_fleet(site, order, await site.fleet.engines(run), trace)
         with trace.part(ROUTING):
             await route(site, run, token, updated.engines, weights)
     return _report(weights, updated, spec, trace)
+
+
+async def _publish_past_router_loss(
+    site: Site, order: LoadOrder, spec: RunSpec, trace: PublicationTrace
+) -> Updated:
+    """``_publish_under_load``, once more when the router was lost meanwhile: it is replaced."""
+    try:
+        return await _publish_under_load(site, order, spec, trace)
+    except (EngineLost, ServiceUnreachable) as error:
+        if await router_state(site, order.run) is not None:
+            raise
+        _log.warning("the router was lost under a publication", reason=error.message)
+    with trace.part(BOUNDARY):
+        await restart_engines(site, order.run, order.token)
+    return await _publish_under_load(site, order, spec, trace)
 
 
 async def _publish_under_load(

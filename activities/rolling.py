@@ -95,7 +95,7 @@ class RollingUpdate:
         error = await self._updated(name)
         if error is None:
             return
-        await replace_failed(self._site, self._order, self._failures[-1:])
+        await replace_failed(self._site, self._order, self._failures[-1:], self._trace)
         error = await self._updated(name)
         if error is not None:
             raise lost(self._order, error)
@@ -105,7 +105,7 @@ class RollingUpdate:
         engine = await self._standing(name)
         row = self._plan.row(name)
         if engine is None or row.state is EngineState.UNAVAILABLE:
-            gone = ServiceUnreachable(f"{name} is not available")
+            gone = ServiceUnreachable(f"{name} does not run, or the router gave it up")
             await self._give_up(name, DRAIN, gone)
             return gone
         if self._plan.must_drain(name):
@@ -174,13 +174,13 @@ class RollingUpdate:
         row = self._plan.row(name)
         if row.state is not EngineState.UNAVAILABLE:
             self._plan = self._plan.moved(name, EngineState.UNAVAILABLE)
+        await self._set_table()
         self._failures.append(
             EngineFailure(
                 engine=name, incarnation=row.incarnation, phase=phase, error=error.message
             )
         )
         await self._events.note("engine_unavailable", engine=name, phase=phase, error=error.message)
-        await self._set_table()
 
     async def _set_table(self) -> None:
         await self._router.set_table(self._order.token, self._plan.table)

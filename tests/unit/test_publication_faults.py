@@ -305,3 +305,32 @@ async def test_an_engine_that_does_not_drain_is_replaced(bench: PublicationBench
     assert bench.fleet.live_router.routable() == ["engine-0", "engine-1"]
     events = [row["event"] for row in bench.rows(layout.ROLLING_PUBLICATION)]
     assert "engine_unavailable" in events
+
+
+@pytest.mark.parametrize(
+    ("bench", "call"),
+    [
+        ("refresh", "load engine-0"),
+        ("barrier", "resume engine-1"),
+        ("rolling", "drain engine-0"),
+        ("rolling", "load engine-1"),
+    ],
+    indirect=["bench"],
+)
+async def test_a_router_that_dies_meanwhile_is_replaced(bench: PublicationBench, call: str) -> None:
+    await bench.publish(0)
+    del bench.log[:]
+    gate = bench.fleet.script.hold(call)
+    publishing = asyncio.create_task(bench.publish(1))
+    async with asyncio.timeout(DEADLINE_S):
+        while call not in bench.log:
+            await asyncio.sleep(0.001)
+    bench.fleet.kill_router()
+    gate.set()
+    report = await asyncio.wait_for(publishing, DEADLINE_S)
+    assert [each.version for each in report.engines] == [1, 1]
+    assert served(bench) == [("engine-0", 1, False), ("engine-1", 1, False)]
+    assert bench.fleet.live_router.incarnation == 1
+    assert bench.fleet.live_router.routable() == ["engine-0", "engine-1"]
+    assert bench.fleet.live_producer.urls == ("http://router.1",)
+    assert bench.fleet.live_producer.published == 1
