@@ -8,6 +8,9 @@ Why the numbers are what they are:
   so does an engine or Ray that does not answer; 30 attempts at most 5 s apart outlast a worker
   that crash-loops for four minutes and end a call that can never succeed. Time without any worker
   costs none: there is no schedule-to-start limit.
+- ``schedule_to_close`` bounds all attempts together where a call may hang inside a live actor: 30
+  attempts of ten minutes would be five hours. It counts time without a worker as well, but its end
+  is answered by a rebuild, which waits for one and keeps whatever lives.
 - ``drains``: a cancelled run lets these calls finish, because they move state that would be
   thrown away otherwise and they end soon; the others are cancelled and joined.
 """
@@ -67,14 +70,15 @@ class Stage(Generic[Request, Result]):
     start_to_close_s: float
     max_attempts: int = 30
     drains: bool = False
+    schedule_to_close_s: float | None = None
 
     def config(self, plan: LoopPlan | None, summary: str) -> workflow.ActivityConfig:
         """Arguments of ``workflow.start_activity``; ``summary`` is the label in the Web UI."""
         plan = plan or _UNPLANNED
+        factor, total_s = plan.infra_timeout_multiplier, self.schedule_to_close_s
         return workflow.ActivityConfig(
-            start_to_close_timeout=timedelta(
-                seconds=self.start_to_close_s * plan.infra_timeout_multiplier
-            ),
+            start_to_close_timeout=timedelta(seconds=self.start_to_close_s * factor),
+            schedule_to_close_timeout=timedelta(seconds=total_s * factor) if total_s else None,
             heartbeat_timeout=timedelta(seconds=plan.heartbeat_timeout_s),
             retry_policy=RetryPolicy(
                 initial_interval=timedelta(seconds=0.5),
@@ -91,11 +95,17 @@ CLAIM = Stage("claim", RunRequest, ClaimResult, 60.0, drains=True)
 PREPARE = Stage("prepare", PrepareRequest, PrepareReport, 2 * _HOUR_S)
 COLLECT = Stage("collect", CollectRequest, RolloutCollection, 2 * _HOUR_S)
 OPTIMIZE = Stage("optimize", OptimizeRequest, UpdateReport, 2 * _HOUR_S, drains=True)
-PUBLISH = Stage("publish", PublishRequest, PublicationReport, 600.0, drains=True)
-CHECKPOINT = Stage("checkpoint", CheckpointRequest, CheckpointRef, 1800.0, drains=True)
+PUBLISH = Stage(
+    "publish", PublishRequest, PublicationReport, 600.0, drains=True, schedule_to_close_s=1800.0
+)
+CHECKPOINT = Stage(
+    "checkpoint", CheckpointRequest, CheckpointRef, 1800.0, drains=True, schedule_to_close_s=3600.0
+)
 EVALUATE = Stage("evaluate", EvaluateRequest, EvaluationReport, 2 * _HOUR_S)
 EXPORT = Stage("export", ExportRequest, ExportReport, 1800.0, drains=True)
-SNAPSHOT = Stage("snapshot", SnapshotRequest, SnapshotRef, 1800.0, drains=True)
+SNAPSHOT = Stage(
+    "snapshot", SnapshotRequest, SnapshotRef, 1800.0, drains=True, schedule_to_close_s=3600.0
+)
 SUBMIT_EVALUATION = Stage(
     "submit_evaluation", SubmitRequest, EvaluationClaim, 30.0, max_attempts=3, drains=True
 )

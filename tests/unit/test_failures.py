@@ -107,7 +107,7 @@ def test_exhausted_heartbeats_are_answered_by_a_rebuild() -> None:
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
 def test_every_stage_is_bounded(stage: object) -> None:
     config = stage.config(None, "label")  # type: ignore[attr-defined]
-    assert config["retry_policy"].maximum_attempts == 30
+    assert 0 < config["retry_policy"].maximum_attempts <= 30
     assert config["heartbeat_timeout"].total_seconds() == 4.0
     assert "PayloadsTooLarge" in config["retry_policy"].non_retryable_error_types
     assert "StaleFence" in config["retry_policy"].non_retryable_error_types
@@ -118,4 +118,5 @@ def test_the_multiplier_scales_work_and_not_heartbeats() -> None:
     plan = LoopPlan(num_rollouts=1, infra_timeout_multiplier=5.0, heartbeat_timeout_s=7.0)
     config = PUBLISH.config(plan, "")
     assert config["start_to_close_timeout"].total_seconds() == 5 * 600
+    assert config["schedule_to_close_timeout"].total_seconds() == 5 * 1800
     assert config["heartbeat_timeout"].total_seconds() == 7.0

@@ -91,6 +91,20 @@ def test_evaluation_cadence(plan_changes: dict[str, object], phases: dict[int, s
     assert found == phases
 
 
+def test_milestones_of_two_task_sets() -> None:
+    """Six updates, one set every second and one every third: due at 0, 2, 3, 4 and 6."""
+    due = {
+        done
+        for interval in (2, 3)
+        for done in range(7)
+        if loop.evaluation_phase(
+            plan(num_rollouts=6, eval_initial=True, eval_final=True, eval_interval=interval),
+            progress(done),
+        )
+    }
+    assert due == {0, 2, 3, 4, 6}
+
+
 def test_an_evaluation_is_done_once() -> None:
     the_plan = plan(eval_initial=True)
     assert loop.evaluation_phase(the_plan, progress(0, last_evaluated_update=0)) is None

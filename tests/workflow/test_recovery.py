@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from models.errors import (
     TrainerLost,
 )
 from models.run import RunState
+from workflows import options
 
 pytestmark = pytest.mark.workflow
 
@@ -224,3 +226,25 @@ async def test_one_bad_load_is_repaired_within_the_publication(stage: Any) -> No
     gate.set()
     assert (await handle.result()).state is RunState.COMPLETE
     assert calls(stage, "load engine-0 1") == ["load engine-0 1"] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "call"), [("PUBLISH", "export_weights 2"), ("CHECKPOINT", "save 1")]
+)
+async def test_a_trainer_that_hangs_is_given_up_in_time(
+    stage: Any, monkeypatch: pytest.MonkeyPatch, name: str, call: str
+) -> None:
+    """Each attempt is bounded, and so are all of them together; then the fleet is rebuilt."""
+    whole = getattr(options, name)
+    assert whole.schedule_to_close_s <= 3 * whole.start_to_close_s
+    short = replace(whole, start_to_close_s=0.5, schedule_to_close_s=1.0)
+    monkeypatch.setattr(options, name, short)
+    gate = stage.fleet.script.hold(call)
+    handle = await stage.start()
+    await stage.fleet.script.reached(call)
+    await stage.until(lambda: len(calls(stage, "prepared")) == 2)
+    gate.set()
+    assert (await handle.result()).updates == 3
+    progress = await stage.progress()
+    assert (progress.recoveries, progress.updates_redone) == (1, 0)
+    assert calls(stage, "optimize") == ["optimize 0", "optimize 1", "optimize 2"]
