@@ -173,8 +173,9 @@ def _idle_elements(sizes: dict[str, int], config: dict[str, Any]) -> int:
     in_experts = sum(size for name, size in sizes.items() if _EXPERT_PART in name)
     if not in_experts:
         return 0
-    experts = config.get("num_experts") or config["num_local_experts"]
-    return in_experts * (experts - config["num_experts_per_tok"]) // experts
+    experts: int = config.get("num_experts") or config["num_local_experts"]
+    chosen: int = config["num_experts_per_tok"]
+    return in_experts * (experts - chosen) // experts
 
 
 def _tensor_sizes(file: Path) -> dict[str, int]:

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+import xxhash
+from safetensors.torch import load_file
 
 from workers.engines.native.core import Core
 from workers.engines.native.model_shape import FAMILIES, read_model_shape
@@ -52,8 +54,21 @@ CONFIGS = {
         norm_topk_prob=True,
         mlp_only_layers=[1],
     ),
+    "qwen3_moe_raw_weights": lambda: transformers.Qwen3MoeConfig(
+        **SIZES,
+        head_dim=24,
+        moe_intermediate_size=48,
+        num_experts=8,
+        num_experts_per_tok=3,
+        norm_topk_prob=False,
+        decoder_sparse_step=2,
+    ),
     "olmoe": lambda: transformers.OlmoeConfig(**SIZES, num_experts=8, num_experts_per_tok=3),
+    "olmoe_clipped": lambda: transformers.OlmoeConfig(
+        **SIZES, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True, clip_qkv=0.8
+    ),
 }
+MIXTURES = ("qwen3_moe", "qwen3_moe_raw_weights", "olmoe", "olmoe_clipped")
 
 
 def save_model(name: str, folder: Path, seed: int = 0) -> torch.nn.Module:
@@ -169,7 +184,28 @@ def test_prompt_scores_equal_transformers(tmp_path: Path) -> None:
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "olmoe"])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_new_weights_in_place_and_one_request_at_a_time(name: str, tmp_path: Path) -> None:
+    save_model(name, tmp_path / "a", seed=0)
+    model = save_model(name, tmp_path / "b", seed=1)
+    core, events = make_core(tmp_path / "a", "--max-running-requests", "1")
+    before = core.checksums()
+    assert core.update(tmp_path / "b", "1", flush_cache=True).success
+    written = load_file(tmp_path / "b" / "model.safetensors")
+    assert core.checksums().keys() == before.keys() == written.keys()
+    digests = {n: xxhash.xxh3_64_hexdigest(t.numpy().tobytes()) for n, t in written.items()}
+    assert core.checksums() == digests
+    for rid, prompt in (("r1", [5]), ("r2", [9, 8, 7, 6, 5, 4])):
+        core.scheduler.add(make_request(rid, prompt))
+    run_to_end(core)
+    for request, event in events.values():
+        assert isinstance(event, Finished)
+        expected = reference_logprobs(model, request.input_ids, event.output_ids, 1.0)
+        got = torch.tensor(event.logprobs, dtype=torch.float64)
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
 def test_routed_experts_equal_transformers_router(name: str, tmp_path: Path) -> None:
     model = save_model(name, tmp_path)
     core, events = make_core(tmp_path)

@@ -16,6 +16,10 @@ from workers.sources.expert_names import FUSED_FAMILIES, file_weights
 from workers.trainers.logprobs import Scorer
 from workers.trainers.packing import Response, Row, collate
 
+_EXPERTS = {"cpu": "eager", "cuda": "grouped_mm"}
+"""How transformers computes experts, by device. Measured: on CPU the loop over experts is as fast
+in float32 and up to a quarter faster in bfloat16, in which the grouped product of float32 weights
+does not compute; on an H200 the grouped product is 2 to 6 times faster."""
 _PROBE_TOLERANCE = 1e-3  # nats in float32; a post-processed head is off by far more
 
 
@@ -33,8 +37,10 @@ def load_policy(spec: RunSpec, model_dir: Path) -> Any:
             f"a sample of core.max_context_length = {spec.core.max_context_length} tokens does not "
             f"fit trainer.micro_batch_tokens = {spec.trainer.micro_batch_tokens}; raise the latter"
         )
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    experts = _EXPERTS[device.type]
     try:
-        model = load_model(model_dir, attention=spec.trainer.attention)
+        model = load_model(model_dir, attention=spec.trainer.attention, experts=experts)
     except (ValueError, OSError, ImportError) as error:
         raise ConfigurationError(
             f"{model_dir} cannot be loaded with trainer.attention = {spec.trainer.attention!r}: "
@@ -42,19 +48,25 @@ def load_policy(spec: RunSpec, model_dir: Path) -> Any:
         ) from error
     _refuse_other_names(model, model_dir)
     _refuse_short_windows(spec, model.config)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model.to(device).eval().requires_grad_(True)
     _refuse_foreign_head(model)
     return model
 
 
 def load_model(
-    model_dir: Path, attention: str = "eager", dtype: torch.dtype = torch.float32
+    model_dir: Path,
+    attention: str = "eager",
+    dtype: torch.dtype = torch.float32,
+    experts: str = "eager",
 ) -> Any:
     """A causal LM from a local folder, quietly."""
     transformers.utils.logging.disable_progress_bar()
     return transformers.AutoModelForCausalLM.from_pretrained(
-        model_dir, dtype=dtype, attn_implementation=attention, local_files_only=True
+        model_dir,
+        dtype=dtype,
+        attn_implementation=attention,
+        experts_implementation=experts,
+        local_files_only=True,
     )
 
 
