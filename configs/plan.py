@@ -10,6 +10,7 @@ from configs.checks import has_background_evaluation, has_held_out
 from configs.load import Loaded
 from configs.memory import estimate, model_shape
 from configs.run import RunSpec
+from configs.scoring import scoring_plan
 from models.run import LoopPlan
 
 _FREQUENT_SAVE = 5
@@ -37,6 +38,7 @@ def build_plan(loaded: Loaded) -> dict[str, Any]:
             **{key: document[key] for key in ("training", "optimizer", "core", "async")},
             **{key: document[key] for key in ("trainer", "inference")},
             "shape": _shape(spec),
+            "scoring_pass": _scoring_pass(spec),
             "async_capacity": capacity_report(spec),
         },
         "allocation": _allocation(spec),
@@ -109,6 +111,19 @@ def _shape(spec: RunSpec) -> dict[str, Any]:
     }
 
 
+def _scoring_pass(spec: RunSpec) -> dict[str, Any]:
+    """As far as the run file decides it; a dropout in the model asks for a pass over everything."""
+    plan = scoring_plan(spec)
+    return {
+        "standalone": plan.standalone,
+        "covers": plan.covers,
+        "reason": plan.reason,
+        "optimizer_steps_per_collection": spec.steps_per_update,
+        "check_interval": spec.core.scoring_check_interval,
+        "check_tolerance": spec.core.scoring_check_tolerance,
+    }
+
+
 def _allocation(spec: RunSpec) -> dict[str, Any]:
     return {
         "fleet": spec.launch.fleet,
@@ -131,6 +146,31 @@ def _warnings(spec: RunSpec) -> Iterator[tuple[str, str]]:
         yield "no_group_signal", "one sample a prompt has advantage 0: no update changes a weight"
     if spec.optimizer.learning_rate == 0:
         yield "learning_rate_zero", "optimizer.learning_rate is 0: no update changes a weight"
+    elif spec.optimizer.lr_warmup_steps and spec.optimizer.lr_warmup_init == 0:
+        yield (
+            "warmup_from_zero",
+            "optimizer.lr_warmup_init is 0: the first optimizer step changes no weight; set it to "
+            "learning_rate / (lr_warmup_steps + 1) for steps of equal size from the first one on",
+        )
+    yield from _loss_warnings(spec)
+
+
+def _loss_warnings(spec: RunSpec) -> Iterator[tuple[str, str]]:
+    training = spec.training
+    if training.kl_loss_coef > 0:
+        yield (
+            "reference_policy_cost",
+            "training.kl_loss_coef keeps a frozen copy of the model and scores every collection "
+            "with it",
+        )
+    if training.dppo_divergence_type is not None and not (
+        training.use_rollout_logprobs or spec.steps_per_update > 1
+    ):
+        yield (
+            "mask_never_bites",
+            "with one optimizer step an update every ratio is 1, so training.dppo_divergence_type "
+            "masks nothing; set training.use_rollout_logprobs",
+        )
 
 
 def _sampling_warnings(spec: RunSpec) -> Iterator[tuple[str, str]]:

@@ -182,6 +182,18 @@ TURN_ON = "set async.fully_async = true or remove the key"
             'must be -1 with core.publication_mode = "refresh"',
             "use -1, or",
         ),
+        (
+            [ON, REFRESH, 'training.advantage_estimator="gspo"'],
+            'training.advantage_estimator = "gspo"',
+            "must be 'grpo'",
+            "corrected one by one",
+        ),
+        (
+            [ON, REFRESH, "training.use_rollout_logprobs=true"],
+            "training.use_rollout_logprobs = true",
+            "must be False",
+            "corrected one by one",
+        ),
         # evaluation
         (
             [BACKGROUND, NO_HELD_OUT],

@@ -36,6 +36,48 @@ data.prompt_data = "/nowhere/train.jsonl"
         (["training.tis_clip=0.5", "training.tis_clip_low=0.6"], "training.tis_clip_low", ["0.5"]),
         (["optimizer.min_lr=1e-3"], "optimizer.min_lr", ["1e-06"]),
         (
+            ["optimizer.lr_warmup_init=1e-3", "optimizer.lr_warmup_steps=2"],
+            "optimizer.lr_warmup_init",
+            ["1e-06"],
+        ),
+        (["optimizer.lr_warmup_init=1e-7"], "optimizer.lr_warmup_init", ["without a warm-up"]),
+        (["optimizer.lr_decay_steps=9"], "optimizer.lr_decay_steps", ["does not decay"]),
+        (["optimizer.lr_wsd_decay_steps=9"], "optimizer.lr_wsd_decay_steps", ["both or neither"]),
+        (['optimizer.lr_schedule="WSD"'], "optimizer.lr_wsd_decay_steps", ["that needs it"]),
+        (
+            [
+                'optimizer.lr_schedule="WSD"',
+                "optimizer.lr_warmup_steps=10",
+                "optimizer.lr_wsd_decay_steps=91",
+            ],
+            "optimizer.lr_wsd_decay_steps",
+            ["use at most 90"],
+        ),
+        (
+            [
+                'optimizer.lr_schedule="linear"',
+                "optimizer.lr_warmup_steps=5",
+                "optimizer.lr_decay_steps=5",
+            ],
+            "optimizer.lr_warmup_steps",
+            ["the 5 optimizer steps"],
+        ),
+        (
+            ["training.use_rollout_logprobs=true", "training.use_tis=true"],
+            "training.use_tis",
+            ["use_rollout_logprobs"],
+        ),
+        (
+            ['training.dppo_divergence_type="tv"', "training.eps_clip_c=3.0"],
+            "training.eps_clip_c",
+            ["masks tokens"],
+        ),
+        (
+            ['training.dppo_divergence_type="kl"', 'training.advantage_estimator="gspo"'],
+            "training.advantage_estimator",
+            ["each token"],
+        ),
+        (
             ['optimizer.lr_schedule="cosine"', "optimizer.lr_warmup_steps=100"],
             "optimizer.lr_warmup_steps",
             ["100 optimizer steps"],
@@ -138,6 +180,12 @@ def test_contradictions_name_key_reason_and_remedy(
     "overrides",
     [
         ["training.global_batch_size=32", "core.max_policy_lag=1"],
+        [
+            "core.max_policy_lag=1",
+            "training.use_tis=false",
+            "training.use_rollout_logprobs=true",
+        ],
+        ['optimizer.lr_schedule="WSD"', "optimizer.lr_wsd_decay_steps=100"],
         ["core.max_policy_lag=1"],
         ["core.max_policy_lag=1", "training.use_tis=true"],
         ["training.samples_per_prompt=1", "core.filter_zero_std_groups=false"],

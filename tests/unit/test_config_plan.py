@@ -189,7 +189,15 @@ def test_the_last_update_is_saved_by_default(tmp_path: Path) -> None:
         (["inference.num_engines=2", "core.max_policy_lag=3"], None),
         (["inference.server_concurrency=64"], "concurrency_below_slots"),
         (["inference.top_p=0.9"], "truncated_sampling"),
-        (["optimizer.learning_rate=0"], "learning_rate_zero"),
+        (["optimizer.learning_rate=0", "optimizer.lr_warmup_init=0"], "learning_rate_zero"),
+        (["optimizer.lr_warmup_init=0"], "warmup_from_zero"),
+        (["optimizer.lr_warmup_init=0", "optimizer.lr_warmup_steps=0"], None),
+        (["training.kl_loss_coef=0.1"], "reference_policy_cost"),
+        (['training.dppo_divergence_type="tv"'], None),
+        (
+            ['training.dppo_divergence_type="tv"', "training.global_batch_size=256"],
+            "mask_never_bites",
+        ),
     ],
 )
 def test_warnings(overrides: list[str], code: str | None) -> None:
@@ -211,6 +219,14 @@ def test_shape_and_stages() -> None:
         "publication_mode": "barrier",
         "overlapped": False,
         "tis": False,
+    }
+    assert plan["runtime"]["scoring_pass"] == {
+        "standalone": True,
+        "covers": "later_steps",
+        "reason": "2 optimizer steps share one collection",
+        "optimizer_steps_per_collection": 2,
+        "check_interval": 50,
+        "check_tolerance": 1e-3,
     }
     assert plan["stages"][-1] == "export_hf"
     assert plan["runtime_validated"] is False

@@ -52,7 +52,11 @@ CHANGES: dict[str, Any] = {
     "launch.fleet": "other",
     "launch.env": {"A": "1"},
     "inference.top_k": 5,
+    "training.dppo_divergence_type": "kl",
     "optimizer.min_lr": 1e-5,
+    "optimizer.lr_warmup_init": 1e-5,
+    "optimizer.lr_decay_steps": 150,
+    "optimizer.lr_wsd_decay_steps": 20,
     "model.tiny.hidden_size": 64,
     "model.tiny.num_heads": 2,
     "model.tiny.num_kv_heads": 1,
@@ -137,6 +141,10 @@ def test_every_key_changes_the_plan(key: str, tmp_path: Path) -> None:
         base["model"] = {"source": "org/base"}
     if key in EXPERTS_ONLY:
         base["model"]["tiny"]["architecture"] = "qwen3_moe"
+    if key == "optimizer.lr_decay_steps":
+        base["optimizer"]["lr_schedule"] = "cosine"
+    elif key == "optimizer.lr_wsd_decay_steps":
+        base["optimizer"] |= {"lr_schedule": "WSD", "lr_wsd_decay_steps": 10}
     if key == "training.save_checkpoints":
         del base["training"]["save_interval"]
     if key.startswith("async.") or key in ASYNC_ONLY:
