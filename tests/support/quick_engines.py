@@ -23,7 +23,7 @@ class _Engine:
 
 
 class QuickRouter:
-    """``EngineClient`` of a router; a group stays on one engine. ``rng`` draws faults and lengths."""
+    """``EngineClient`` of a router: a group stays on one engine; ``rng`` draws the faults."""
 
     def __init__(self, rng: random.Random, fault_share: float = 0.0) -> None:
         self.url = "http://one"
