@@ -15,6 +15,8 @@ from models.run import LoopPlan
 
 _FREQUENT_SAVE = 5
 _FREQUENT_EVAL = 2
+_EXPORT_MARGIN_S = 300.0
+"""For the trainer's export and for replacing an engine, beside what engines take."""
 
 
 def build_plan(loaded: Loaded) -> dict[str, Any]:
@@ -68,6 +70,7 @@ def loop_plan(spec: RunSpec, infra_timeout_multiplier: float = 1.0) -> LoopPlan:
         eval_final=spec.evaluation.final and held_out,
         eval_background=has_background_evaluation(spec),
         eval_submit_timeout_s=spec.evaluation.submit_timeout_s,
+        publish_timeout_s=_rolling_timeout_s(spec),
         export_hf=spec.output.export_hf,
         max_run_seconds=spec.core.max_run_seconds,
         continue_as_new_updates=spec.core.continue_as_new_updates,
@@ -77,6 +80,15 @@ def loop_plan(spec: RunSpec, infra_timeout_multiplier: float = 1.0) -> LoopPlan:
         model_name=model_name(spec),
         recipe_name=spec.name,
     )
+
+
+def _rolling_timeout_s(spec: RunSpec) -> float | None:
+    """Engines drain and load one after the other, each within its own deadlines."""
+    inference = spec.inference
+    if not spec.fully_async or spec.core.publication_mode != "rolling":
+        return None
+    one_engine_s = inference.drain_timeout_s + inference.update_timeout_s
+    return _EXPORT_MARGIN_S + inference.num_engines * one_engine_s
 
 
 def model_name(spec: RunSpec) -> str:

@@ -45,6 +45,8 @@ class LoopPlan(Carried):
     eval_background: bool = False
     """Evaluations run as workflows of their own, from snapshots."""
     eval_submit_timeout_s: float = 30.0
+    publish_timeout_s: float | None = None
+    """Deadline of one attempt at a publication that takes engine after engine."""
     export_hf: bool = False
     max_run_seconds: float | None = None
     continue_as_new_updates: int = 50

@@ -15,7 +15,7 @@ Why the numbers are what they are:
   thrown away otherwise and they end soon; the others are cancelled and joined.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
@@ -89,6 +89,14 @@ class Stage(Generic[Request, Result]):
             cancellation_type=workflow.ActivityCancellationType.WAIT_CANCELLATION_COMPLETED,
             summary=summary,
         )
+
+
+def publish_stage(plan: LoopPlan) -> Stage[PublishRequest, PublicationReport]:
+    """``PUBLISH`` with the limits of ``plan``: a rolling one takes longer the more engines."""
+    limit_s = plan.publish_timeout_s
+    if limit_s is None or limit_s <= PUBLISH.start_to_close_s:
+        return PUBLISH
+    return replace(PUBLISH, start_to_close_s=limit_s, schedule_to_close_s=3 * limit_s)
 
 
 CLAIM = Stage("claim", RunRequest, ClaimResult, 60.0, drains=True)

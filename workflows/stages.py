@@ -139,7 +139,8 @@ class RunStages:
             update=self.progress.next_update,
             version=version,
         )
-        await self._calls.run(options.PUBLISH, request, self._plan, f"version {version}")
+        stage = options.publish_stage(self._plan)
+        await self._calls.run(stage, request, self._plan, f"version {version}")
         self.set(published_version=version)
 
     async def update(self) -> None:

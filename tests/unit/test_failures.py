@@ -23,7 +23,7 @@ from activities.failures import (
 )
 from models.errors import PerdureError, StorageFull, all_errors
 from models.run import LoopPlan
-from workflows.options import PUBLISH, STAGES
+from workflows.options import PUBLISH, STAGES, publish_stage
 from workflows.recovery import classify
 
 
@@ -120,3 +120,11 @@ def test_the_multiplier_scales_work_and_not_heartbeats() -> None:
     assert config["start_to_close_timeout"].total_seconds() == 5 * 600
     assert config["schedule_to_close_timeout"].total_seconds() == 5 * 1800
     assert config["heartbeat_timeout"].total_seconds() == 7.0
+
+
+def test_a_rolling_publication_has_time_for_every_engine() -> None:
+    assert publish_stage(LoopPlan(num_rollouts=1)) is PUBLISH
+    assert publish_stage(LoopPlan(num_rollouts=1, publish_timeout_s=60.0)) is PUBLISH
+    # Eight engines of the default deadlines: 300 + 8 x (180 + 180).
+    slow = publish_stage(LoopPlan(num_rollouts=1, publish_timeout_s=3180.0))
+    assert (slow.start_to_close_s, slow.schedule_to_close_s) == (3180.0, 9540.0)

@@ -207,11 +207,21 @@ async def test_an_engine_that_cannot_be_replaced_is_rebuilt_under_a_new_epoch(st
     assert (await stage.progress()).recoveries == 1
 
 
-async def test_wrong_bytes_in_an_engine_end_the_run(stage: Any) -> None:
+async def test_wrong_bytes_in_an_engine_and_its_replacement_end_the_run(stage: Any) -> None:
     gate = stage.fleet.script.hold("collect 0")
     handle = await stage.start()
     await stage.fleet.script.reached("collect 0")
-    stage.fleet.engine_list[0].corrupt_loads = 2
+    heal = stage.fleet.heal_engines
+
+    async def heal_with_a_bad_disk(*arguments: Any) -> Any:
+        fresh = await heal(*arguments)
+        for engine in stage.fleet.engine_list:
+            if engine.handle in fresh:
+                engine.corrupt_loads = 1
+        return fresh
+
+    stage.fleet.heal_engines = heal_with_a_bad_disk
+    stage.fleet.engine_list[0].corrupt_loads = 1
     gate.set()
     failure = await stage.failure(handle)
     assert failure.type == "DigestMismatch"
