@@ -39,7 +39,7 @@ from workers.trainers.ranks import Ranks, SingleRank, agreed
 from workers.trainers.reference import load_reference
 from workers.trainers.schedule import LearningRate
 from workers.trainers.state import TrainerState, read_state, write_state
-from workers.trainers.step_event import OPTIMIZER, optimizer_event
+from workers.trainers.step_event import OPTIMIZER, PACKING, optimizer_event, packing_event
 from workers.trainers.step_loss import StepLoss, UpdateTokens
 from workers.trainers.tally import UpdateTally, advantage_metrics, rate_metrics
 from workers.trainers.update_scores import Judge, StepWork, UpdateScores, record_refresh
@@ -278,6 +278,8 @@ class LocalTrainer:
                 seconds=time.perf_counter() - started,
             )
             self._judge.append(OPTIMIZER, event)
+            self._judge.append(PACKING, self._packing(work))
+            tally.add_packs(len(work.micros), len(work.scored))
         return compared | metrics
 
     def _work(self, batch: TrainingBatch, plan: StepPlan) -> StepWork:
@@ -286,6 +288,10 @@ class LocalTrainer:
             own = plan.share(self._ranks.rank, self._ranks.world)
             micros = self._micro_batches(batch, own.active)
         return StepWork(own.members, own.active, micros)
+
+    def _packing(self, work: StepWork) -> dict[str, Any]:
+        budget = self.spec.trainer.micro_batch_tokens
+        return packing_event(work, budget, step=self.policy_version, rollout_id=self.next_update)
 
     def _micro_batches(self, batch: TrainingBatch, members: Sequence[int]) -> list[MicroBatch]:
         return micro_batches(rows_of(batch, members), self.spec.trainer.micro_batch_tokens)
@@ -336,6 +342,9 @@ class LocalTrainer:
         tally.reduce(self._ranks)
         settings = self._judge.settings
         rows = tally.metrics(uses_tis=settings.use_tis, uses_kl=settings.kl_coef != 0)
+        if self._scorer.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self._scorer.device)
+            rows["train/packing/rank0_peak_allocated_bytes"] = float(peak)
         active = rows["train/active_response_tokens"]
         return rows | rate_metrics(tally.model_tokens, active, seconds, self._ranks.world)
 

@@ -58,6 +58,11 @@ class MicroBatch:
     num_model_tokens: int
     """Real tokens of the rows, predicted last tokens included, padding excluded."""
 
+    @property
+    def num_input_tokens(self) -> int:
+        """Real tokens that are fed to the model."""
+        return int((self.segments != _PADDING).sum())
+
     def attention_bias(self, dtype: torch.dtype) -> Tensor:
         """Additive mask [B, 1, L, L]: 0 where a token may look, the dtype's minimum elsewhere."""
         keys, queries = self.segments[:, None, :], self.segments[:, :, None]

@@ -1,4 +1,4 @@
-"""The ``optimizer`` event: what one optimizer step counted, used and did."""
+"""The ``optimizer`` and ``packing`` events: what one optimizer step counted, used and did."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,6 +11,7 @@ from workers.trainers.parameter_probe import ParameterProbe
 from workers.trainers.update_scores import StepWork
 
 OPTIMIZER = "optimizer"
+PACKING = "packing"
 
 
 def optimizer_event(
@@ -68,6 +69,34 @@ def optimizer_event(
         "parameter_change": metrics["train/parameter_change"],
         "local_pre_optimizer_gradients": probe.gradients if probe else None,
         "sampled_model_updates": probe.updates() if probe else None,
+    }
+
+
+def packing_event(
+    work: StepWork, token_budget: int, *, step: int, rollout_id: int
+) -> dict[str, Any]:
+    """How this rank's samples of a step were laid out; a pack is what one forward computes.
+
+    ``fill_fraction`` is the share of the budget, in tokens fed to the model, that real tokens took.
+
+    Args:
+        work: this rank's part of the step.
+        token_budget: ``trainer.micro_batch_tokens``.
+        step: number of the step, 1-based.
+        rollout_id: index of the update.
+    """
+    packs = len(work.micros)
+    fed = [micro.num_input_tokens for micro in work.micros]
+    return {
+        "step": step,
+        "rollout_id": rollout_id,
+        "samples": len(work.scored),
+        "packs": packs,
+        "model_tokens": work.model_tokens,
+        "max_pack_tokens": max(fed, default=0),
+        "token_budget": token_budget,
+        "fill_fraction": sum(fed) / (max(packs, 1) * token_budget),
+        "samples_per_pack": len(work.scored) / max(packs, 1),
     }
 
 

@@ -24,6 +24,9 @@ class UpdateTally:
     """
 
     model_tokens: int = 0
+    packs: int = 0
+    packed_samples: int = 0
+    ranks: int = 1
     sums: Tensor = field(default_factory=lambda: torch.zeros(len(_SUMS), dtype=torch.float64))
     step_losses: list[tuple[float, float, float]] = field(default_factory=list)
     """Total, policy and KL part of each optimizer step."""
@@ -57,12 +60,19 @@ class UpdateTally:
         sums = torch.stack([row.double().sum() for row in rows])
         self.sums = self.sums.to(sums.device) + sums
 
+    def add_packs(self, packs: int, samples: int) -> None:
+        """Count what went through the model in one optimizer step."""
+        self.packs += packs
+        self.packed_samples += samples
+
     def reduce(self, ranks: Ranks) -> None:
         """Make the sums those of all ranks."""
         self.sums = ranks.all_reduce_sum(self.sums)
-        own = torch.tensor([[float(self.model_tokens)] * 3, *self.step_losses], dtype=torch.float64)
-        tokens, *losses = ranks.all_reduce_sum(own).tolist()
-        self.model_tokens = int(tokens[0])
+        counts = [float(x) for x in (self.model_tokens, self.packs, self.packed_samples)]
+        own = torch.tensor([counts, *self.step_losses], dtype=torch.float64)
+        counts, *losses = ranks.all_reduce_sum(own).tolist()
+        self.model_tokens, self.packs, self.packed_samples = (int(x) for x in counts)
+        self.ranks = ranks.world
         self.step_losses = [(total, policy, kl) for total, policy, kl in losses]
 
     def metrics(self, *, uses_tis: bool, uses_kl: bool) -> dict[str, float]:
@@ -86,6 +96,9 @@ class UpdateTally:
             "train/train_rollout_kl": sums["behavior_kl"] / tokens,
             "train/model_tokens": float(self.model_tokens),
             "train/active_response_tokens": sums["tokens"],
+            "train/packing/packs_per_rank": self.packs / self.ranks,
+            "train/packing/samples_per_pack": self.packed_samples / max(self.packs, 1),
+            "train/packing/tokens_per_pack": self.model_tokens / max(self.packs, 1),
         }
         if uses_kl:
             rows["train/kl_loss"] = kl

@@ -51,8 +51,8 @@ def test_every_line_is_one_event_of_this_schema(make_spec, make_groups, model_di
         assert line == json.dumps(row, sort_keys=True, separators=(",", ":"))
         assert (row["schema_version"], row["rank"]) == (1, 0)
     order = [(row["event"], row["rollout_id"]) for row in rows(spec)]
-    first = [("scoring_check", 0), ("scores", 0), ("optimizer", 0)]
-    assert order == [*first, ("scores", 1), ("optimizer", 1)]
+    first = [("scoring_check", 0), ("scores", 0), ("optimizer", 0), ("packing", 0)]
+    assert order == [*first, ("scores", 1), ("optimizer", 1), ("packing", 1)]
 
 
 def test_the_optimizer_event_counts_what_the_step_was_divided_by(make_spec, make_groups, model_dir):
@@ -92,6 +92,25 @@ def test_the_optimizer_event_counts_what_the_step_was_divided_by(make_spec, make
     assert last["mixed_reward_groups"] == report.metrics["train/mixed_reward_groups"] == 2
     mean = sum(event["local_policy_objective"] for event in events) / 2
     assert report.metrics["train/policy_objective"] == pytest.approx(mean, rel=1e-12)
+
+
+def test_the_packing_event_tells_how_the_budget_was_filled(make_spec, make_groups, model_dir):
+    spec = make_spec(trainer={"micro_batch_tokens": 30})
+    groups = make_groups()
+    prompts = [len(group.samples[0].prompt_token_ids) for group in groups]
+    report = LocalTrainer(spec, model_dir).optimize(0, "a", groups)
+    (event,) = [row for row in rows(spec) if row["event"] == "packing"]
+    assert (event["step"], event["rollout_id"], event["samples"]) == (1, 0, 8)
+    # two rows, a forward each: prompts with responses of 0+1+2+3 and 4+5+6+7 fed tokens
+    assert prompts == [8, 6]
+    assert event["packs"] == 2
+    assert event["model_tokens"] == report.metrics["train/model_tokens"] == 8 + 6 + 36
+    assert event["token_budget"] == 30
+    assert event["max_pack_tokens"] == 6 + 22
+    assert event["fill_fraction"] == pytest.approx(42 / 60)
+    assert event["samples_per_pack"] == 4.0
+    assert report.metrics["train/packing/packs_per_rank"] == 2.0
+    assert report.metrics["train/packing/tokens_per_pack"] == 25.0
 
 
 def test_the_tied_samples_of_a_step_count_but_are_not_scored(make_spec, make_groups, model_dir):
