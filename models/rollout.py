@@ -49,7 +49,8 @@ class RolloutCollection(Frozen):
     min_version: int
     max_version: int
     seconds: float
-    """Wall seconds from the first submission to the commit."""
+    """Wall seconds from the first submission to the commit; of a fully async run, from the commit
+    of the collection before it."""
     metrics: dict[str, float] = Field(default_factory=dict)
 
 

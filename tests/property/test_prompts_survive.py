@@ -148,6 +148,36 @@ async def live(root, seed, fault_share, actions, mode, options):
             await producer.close()
 
 
+async def killed_after(root, turns, mode):
+    """Two updates, a kill after so many turns of the loop in the third collection, and on."""
+    rig = RolloutRig(root)
+    spec = rig.async_spec(
+        core={"publication_mode": mode, "max_policy_lag": 2},
+        **{"async": {"async_data_buffer_capacity_factor": 4.0}},
+    )
+    life = Life(rig, spec, random.Random(turns), 0.0)
+    try:
+        await life.start()
+        for _ in range(2):
+            await life.update_once()
+        collecting = asyncio.ensure_future(life.collect())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await life.rebuild()
+        await asyncio.gather(collecting, return_exceptions=True)
+        await life.start()
+        await settle_accounts(life)
+    finally:
+        for producer in rig.producers:
+            await producer.close()
+
+
+@pytest.mark.parametrize("mode", ["barrier", "refresh", "rolling"])
+@pytest.mark.parametrize("turns", [0, 1, 3, 8, 20, 80])
+def test_a_kill_at_any_turn_loses_and_doubles_nothing(tmp_path, turns, mode):
+    asyncio.run(killed_after(tmp_path, turns, mode))
+
+
 async def settle_accounts(life):
     """Everything drawn so far is trained or dropped in the end, once."""
     life.router.fault_share = 0.0

@@ -9,10 +9,15 @@ import httpx
 import pytest
 from structlog.testing import capture_logs
 
-from activities.rollout import assembly
+from activities.rollout import assembly, error_log
 from activities.storage.layout import PIPELINE_LIFECYCLE, PIPELINE_OCCUPANCY, ROLLOUT_ERRORS
 from activities.wire import contract
-from models.errors import ContractViolation, ServiceUnreachable, ServingFailureSustained
+from models.errors import (
+    ContractViolation,
+    ServiceUnreachable,
+    ServingFailureSustained,
+    StaleFence,
+)
 from models.prompt import PromptDraw
 from models.sample import SampleGroup
 from tests.support.async_run import AsyncRun, held, until
@@ -287,6 +292,24 @@ async def test_reports_are_numbered_bounded_and_at_the_end_too(rig):
     assert [each.number for each in await run.producer.reports(300)] == [301]
     rows = rig.store.read_jsonl(ROLLOUT_ERRORS).rows
     assert (len(rows), rows[-1]["fatal"], rows[-1]["errors/fatal"]) == (301, None, 0)
+
+
+async def test_errors_are_reported_on_their_own_clock_though_nothing_is_trained(rig, monkeypatch):
+    assert error_log.REPORT_INTERVAL_S == 15.0
+    monkeypatch.setattr(error_log, "REPORT_INTERVAL_S", 0.02)
+    run = AsyncRun(rig)
+    Gated(rig.engine)
+    rig.engine.next_scripts.append(rig.engine.dropping())
+    await run.start()
+    collecting = asyncio.ensure_future(run.collect())
+    await until(lambda: len(run.producer._parts.errors.reports(0)) >= 3)
+    newest = (await run.producer.reports(0))[-1]
+    assert (
+        newest.metrics["errors/transport_groups"] == newest.metrics["errors/requeued_groups"] == 1
+    )
+    run.revoke()
+    with pytest.raises(StaleFence):
+        await collecting
 
 
 async def test_the_pipeline_is_observed_from_the_first_collection_to_the_shutdown(rig):

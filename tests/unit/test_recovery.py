@@ -101,8 +101,36 @@ def test_idle_is_healthy(clock, health):
     clock.now = 3600.0
     health.check()
     metrics = health.metrics()
+    assert metrics["errors/completed_group_attempts"] == 0
     assert metrics["errors/window_group_attempts"] == 0
+    assert metrics["errors/failure_fraction_5m"] == 0.0
     assert metrics["errors/elapsed_seconds"] == 3600.0
+
+
+def test_the_window_holds_300_seconds_however_long_it_runs(clock, health):
+    for tick in range(4000):
+        clock.now = tick / 2
+        health.record(successes=1)
+        health.check()
+        assert len(health._buckets) <= 300
+    assert health.metrics()["errors/window_group_attempts"] == 600
+    assert health.metrics()["errors/completed_group_attempts"] == 4000
+
+
+@pytest.mark.parametrize(("failed", "stops"), [(50, True), (49, False)])
+def test_exactly_half_counts_as_failing_for_exactly_five_minutes(clock, health, failed, stops):
+    health.record(successes=100 - failed, faults=["transport"] * failed)
+    health.check()
+    for second in range(1, 300):
+        clock.now = float(second)
+        health.record(successes=100 - failed, faults=["transport"] * failed)
+        health.check()  # 299 s are not enough
+    clock.now = 300.0
+    if stops:
+        with pytest.raises(ServingFailureSustained):
+            health.check()
+    else:
+        health.check()
 
 
 def test_every_metric_is_declared(health):
