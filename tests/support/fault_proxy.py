@@ -190,10 +190,10 @@ class FaultProxy:
                 raise ConnectionResetError("the client left")
             return asking.result()
         finally:
+            writer.transport.abort()
             for task in (asking, leaving):
                 task.cancel()
             await asyncio.gather(asking, leaving, return_exceptions=True)
-            writer.transport.abort()
 
 
 class LatentLink:
