@@ -1,6 +1,5 @@
 """What Temporal knows of background evaluations, asked from within an activity."""
 
-import asyncio
 from datetime import timedelta
 from typing import Protocol
 
@@ -53,5 +52,3 @@ class TemporalExperiments:
         except RPCError as error:
             if error.status is not RPCStatusCode.NOT_FOUND:
                 raise ServiceUnreachable(f"Temporal does not answer: {error.message}") from error
-        except asyncio.CancelledError:
-            raise
