@@ -16,6 +16,7 @@ from configs.loss_checks import loss_problems
 from configs.model_checks import model_problems
 from configs.optimizer_checks import decay_problems, rate_problems
 from configs.problem import Problem
+from configs.routing_checks import routing_problems
 from configs.run import RunSpec
 
 _OWN_TASKS = ("reverse_word",)
@@ -32,6 +33,7 @@ def find_problems(spec: RunSpec) -> list[Problem]:
         *loss_problems(spec.training),
         *rate_problems(spec.optimizer),
         *_lengths(spec),
+        *routing_problems(spec),
         *_engines(spec),
         *_evaluation(spec),
     ]
@@ -178,12 +180,14 @@ def _policy_gap(spec: RunSpec) -> Iterator[Problem]:
 
 def _lengths(spec: RunSpec) -> Iterator[Problem]:
     context = spec.core.max_context_length
-    if context - 1 > spec.trainer.micro_batch_tokens:
+    longest = spec.longest_row
+    if longest > spec.trainer.micro_batch_tokens:
+        without = " without its last token" if longest < context else ""
         yield Problem(
             "trainer.micro_batch_tokens",
-            f"must hold one sample: core.max_context_length ({context}) without its last token",
+            f"must hold one sample: core.max_context_length ({context}){without}",
             spec.trainer.micro_batch_tokens,
-            f"use at least {context - 1}, or lower core.max_context_length",
+            f"use at least {longest}, or lower core.max_context_length",
         )
     for key, length in (
         ("inference.max_response_length", spec.inference.max_response_length),

@@ -38,6 +38,9 @@ class CoreSection(Section):
     diagnostic_interval: int = Field(default=0, ge=0)
     """Optimizer steps between two that record gradient norms by kind of parameter and samples of
     the weights' change; 0: never."""
+    replay_diagnostics: bool = False
+    """Compare every replayed expert route, layer by layer, with the one in the sample; needs
+    training.use_rollout_routing_replay and costs time."""
     checkpoint_keep_last: int | None = Field(default=1, ge=1)
     """Newest committed checkpoints to keep; none keeps all."""
     checkpoint_keep_every: int | None = Field(default=None, ge=1)

@@ -63,6 +63,22 @@ class RunSpec(Section):
         return self.samples_per_collection // self.steps_per_update
 
     @property
+    def has_routers(self) -> bool | None:
+        """Whether the model is a mixture of experts; None when only its files can tell."""
+        if self.model.source == "tiny":
+            return self.model.tiny is not None and self.model.tiny.experts is not None
+        return False if self.model.source.startswith("wheel:") else None
+
+    @property
+    def longest_row(self) -> int:
+        """Tokens that the longest sample takes in the trainer, as far as the run file tells.
+
+        Documents are fed whole; a shared-prompt row leaves the last token of a response out.
+        """
+        documents = self.trainer.packing == "documents" or bool(self.has_routers)
+        return self.core.max_context_length - (not documents)
+
+    @property
     def lr_decay_steps(self) -> int:
         """``optimizer.lr_decay_steps`` or its default, the optimizer steps of the run."""
         given = self.optimizer.lr_decay_steps

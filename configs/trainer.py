@@ -18,6 +18,10 @@ class TrainerSection(Section):
     """Arithmetic of forward and backward; master weights and optimizer states are float32."""
     num_threads: int | None = Field(default=None, ge=1)
     """Torch threads; default: all cores when sequential, else its share."""
+    packing: Literal["shared_prompt", "documents"] | None = None
+    """How samples are laid out: a prompt once with all its responses, or every sample by itself,
+    one after the other; default: documents for a mixture of experts, which needs them, else
+    shared_prompt, which is less work."""
     micro_batch_tokens: int = Field(default=4096, ge=16)
     """Tokens of packed rows in one forward/backward."""
     logprob_chunk_tokens: int = Field(default=1024, ge=16)

@@ -38,6 +38,9 @@ class TrainingSection(Section):
     """Largest importance weight."""
     tis_clip_low: float = Field(default=0.0, ge=0)
     """Smallest importance weight."""
+    use_rollout_routing_replay: bool = False
+    """Mixture of experts: send every token to the experts that the engine chose for it, in scoring
+    and in training; their weights are still the trainer's own."""
     use_rollout_logprobs: bool = False
     """Take ratios against the behavior log-probs instead of the trainer's before the update;
     excludes importance weights."""

@@ -64,6 +64,20 @@ METRICS: tuple[Metric, ...] = (
     Metric("train/packing/samples_per_pack", "samples", _UPDATE, "mean over packs"),
     Metric("train/packing/tokens_per_pack", "tokens", _UPDATE, "model tokens, mean over packs"),
     Metric("train/packing/rank0_peak_allocated_bytes", "bytes", _UPDATE, "of the accelerator"),
+    *(
+        Metric(f"train/moe/{name}", unit, _UPDATE, f"{meaning}; training forwards, last step")
+        for name, unit, meaning in (
+            ("max_expert_load", "tokens", "most tokens of one expert of a layer"),
+            ("dead_experts", "experts", "experts without tokens, all layers"),
+            ("dead_experts_max_per_layer", "experts", "experts without tokens, worst layer"),
+            ("load_cv_mean", "1", "std / mean of the experts' tokens, mean over layers"),
+            ("load_cv_max", "1", "std / mean of the experts' tokens, worst layer"),
+            ("max_mean_load_ratio", "1", "largest / mean of the experts' tokens, worst layer"),
+            ("replica_load_cv_max", "1", "std / mean, worst layer of any replica"),
+            ("replica_max_mean_load_ratio", "1", "largest / mean, worst layer of any replica"),
+            ("replica_dead_experts_max_per_layer", "experts", "worst layer of any replica"),
+        )
+    ),
     Metric("train/optimizer_steps", "steps", _UPDATE, "optimizer steps of this update"),
     Metric("train/no_signal", "bool", _UPDATE, "1 when every group tied and nothing was stepped"),
     Metric("train/mixed_reward_groups", "groups", _UPDATE, "groups with a policy gradient"),

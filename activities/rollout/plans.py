@@ -24,6 +24,7 @@ def training_plan(spec: RunSpec) -> SamplingPlan:
         seed=spec.data.seed,
         request_timeout_s=inference.request_timeout_s,
         engine_wait_s=engine_wait_s(spec),
+        routed_experts=spec.training.use_rollout_routing_replay,
     )
 
 

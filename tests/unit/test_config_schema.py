@@ -49,6 +49,7 @@ CHANGES: dict[str, Any] = {
     "output.root": "/other",
     "output.hf_dir": "hf",
     "training.use_tis": True,
+    "trainer.packing": "documents",
     "launch.fleet": "other",
     "launch.env": {"A": "1"},
     "inference.top_k": 5,
@@ -86,7 +87,11 @@ BACKGROUND_ONLY = frozenset(
 """Refused where evaluations share the run's engines."""
 
 EXPERTS_ONLY = frozenset(
-    f"model.tiny.{key}" for key in ("num_experts", "experts_per_token", "moe_intermediate_size")
+    (
+        *("model.tiny.num_experts", "model.tiny.experts_per_token"),
+        *("model.tiny.moe_intermediate_size", "training.use_rollout_routing_replay"),
+        "core.replay_diagnostics",
+    )
 )
 """Refused with a dense architecture."""
 
@@ -141,6 +146,8 @@ def test_every_key_changes_the_plan(key: str, tmp_path: Path) -> None:
         base["model"] = {"source": "org/base"}
     if key in EXPERTS_ONLY:
         base["model"]["tiny"]["architecture"] = "qwen3_moe"
+        if key == "core.replay_diagnostics":
+            base["training"]["use_rollout_routing_replay"] = True
     if key == "optimizer.lr_decay_steps":
         base["optimizer"]["lr_schedule"] = "cosine"
     elif key == "optimizer.lr_wsd_decay_steps":

@@ -42,6 +42,8 @@ def server_command(
     ]
     if inference.deterministic:
         options.append("--deterministic")
+    if spec.training.use_rollout_routing_replay and model is None:  # evaluation needs no routes
+        options.append("--enable-return-routed-experts")
     if version is not None:
         options += ["--weight-version", str(version)]
     return module_command(order, spec, f"workers.engines.{inference.engine}", options, threads)

@@ -17,6 +17,7 @@ from torch import Tensor
 from activities.rollout.provenance import check_sample
 from models.errors import ContractViolation, NonFiniteLoss
 from models.sample import Sample, SampleGroup
+from workers.trainers.documents import Document
 from workers.trainers.packing import Response, Row
 from workers.trainers.provenance import TokenVersions, place
 
@@ -35,6 +36,8 @@ class TrainingSample:
     advantage: float
     where: str = ""
     """Names the sample in messages."""
+    routes: bytes | None = None
+    """Its expert routes, as the engine returned them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,7 @@ class TrainingBatch:
                         len(behavior),
                         advantage,
                         place(group, sample),
+                        sample.routed_experts,
                     )
                 )
                 behavior.extend(sample.logprobs)
@@ -204,6 +208,12 @@ def rows_of(batch: TrainingBatch, members: Sequence[int]) -> list[Row]:
         )
         for group in siblings.values()
     ]
+
+
+def documents_of(batch: TrainingBatch, members: Sequence[int]) -> list[Document]:
+    """The given samples as documents, in their order."""
+    samples = [batch.samples[member] for member in members]
+    return [Document(s.prompt_ids, s.response_ids, s.offset, s.routes) for s in samples]
 
 
 def update_seed(seed: int, update: int) -> int:

@@ -26,17 +26,20 @@ from models.ports import StageProgress
 from models.publication import WeightsRef
 from models.sample import SampleGroup
 from models.update import UpdateReport
-from workers.trainers.batch import StepPlan, TrainingBatch, plan_steps, rows_of, update_seed
+from workers.trainers.batch import StepPlan, TrainingBatch, plan_steps, update_seed
 from workers.trainers.contract_file import ContractFile
 from workers.trainers.export import ExportProbe, export_hf
 from workers.trainers.load import describe_trainer, load_policy
 from workers.trainers.logprobs import Scorer
 from workers.trainers.normalization import Normalization
 from workers.trainers.optimizer_step import OptimizerStep
-from workers.trainers.packing import MicroBatch, micro_batches
 from workers.trainers.parameter_probe import ParameterProbe
 from workers.trainers.ranks import Ranks, SingleRank, agreed
 from workers.trainers.reference import load_reference
+from workers.trainers.replay_check import Phase
+from workers.trainers.routing import Routing
+from workers.trainers.routing_events import record_load, record_replay
+from workers.trainers.row_layout import RowLayout
 from workers.trainers.schedule import LearningRate
 from workers.trainers.state import TrainerState, read_state, write_state
 from workers.trainers.step_event import OPTIMIZER, PACKING, optimizer_event, packing_event
@@ -83,7 +86,9 @@ class LocalTrainer:
         self._dtype = getattr(torch, spec.trainer.compute_dtype)
         self._schedule = LearningRate.of(spec)
         self.model: Any = load_policy(spec, model_dir)
-        self._scorer = self._scorer_of(self.model)
+        self._routing = Routing.of(spec, self.model)
+        self._layout = RowLayout(spec, self._routing)
+        self._scorer = self._scorer_of(self.model, self._routing)
         reference = load_reference(spec, model_dir, self._scorer.device)
         self._judge = Judge.of(
             spec,
@@ -217,11 +222,9 @@ class LocalTrainer:
         self._progress = StageProgress(stage="idle", detail=f"exported {uri}")
         return report
 
-    def _scorer_of(self, model: Any) -> Scorer:
-        section = self.spec.trainer
-        return Scorer.of(
-            model, self.spec.inference.temperature, section.logprob_chunk_tokens, self._dtype
-        )
+    def _scorer_of(self, model: Any, routing: Routing | None = None) -> Scorer:
+        chunk = self.spec.trainer.logprob_chunk_tokens
+        return Scorer.of(model, self.spec.inference.temperature, chunk, self._dtype, routing)
 
     def _accept(self, groups: Sequence[SampleGroup]) -> TrainingBatch:
         batch = TrainingBatch.of(groups)
@@ -246,6 +249,8 @@ class LocalTrainer:
             policy_version=self.policy_version,
         )
         scores.prepare()
+        if scores.scores:
+            record_replay(self._judge, Phase.SCORING, self.next_update)
         compared: dict[str, float] = {}
         metrics: dict[str, float] = {}
         for index, work in enumerate(works):
@@ -279,6 +284,9 @@ class LocalTrainer:
             )
             self._judge.append(OPTIMIZER, event)
             self._judge.append(PACKING, self._packing(work))
+            metrics |= record_load(
+                self._judge, step=self.policy_version, rollout_id=self.next_update
+            )
             tally.add_packs(len(work.micros), len(work.scored))
         return compared | metrics
 
@@ -286,15 +294,12 @@ class LocalTrainer:
         """This rank's share of an optimizer step."""
         with agreed(self._ranks):
             own = plan.share(self._ranks.rank, self._ranks.world)
-            micros = self._micro_batches(batch, own.active)
+        micros = self._layout.micro_batches(batch, own, self._ranks)
         return StepWork(own.members, own.active, micros)
 
     def _packing(self, work: StepWork) -> dict[str, Any]:
         budget = self.spec.trainer.micro_batch_tokens
         return packing_event(work, budget, step=self.policy_version, rollout_id=self.next_update)
-
-    def _micro_batches(self, batch: TrainingBatch, members: Sequence[int]) -> list[MicroBatch]:
-        return micro_batches(rows_of(batch, members), self.spec.trainer.micro_batch_tokens)
 
     def _count(self, batch: TrainingBatch, work: StepWork) -> Normalization:
         """What the step is divided by, over all ranks."""
@@ -314,6 +319,7 @@ class LocalTrainer:
         weights = counts.weights(tokens.batch, self.spec.training)
         loss = StepLoss(tokens, weights, self._judge.settings, tally)
         self._optimizer_step.clear()
+        self._routing.reset()
         for micro in work.micros:
             self._scorer.backward(micro, loss, loss.look if loss.needs_look else None)
         tally.model_tokens += work.model_tokens
@@ -323,11 +329,14 @@ class LocalTrainer:
         except NonFiniteLoss as raised:
             error = raised
         self._optimizer_step.refuse_rejected(error, self.policy_version, self.next_update)
+        record_replay(self._judge, Phase.TRAINING, self.next_update)
         return tally.step_losses[-1][0]
 
     def _step(self) -> dict[str, float]:
         """Check, clip, step; the clock moves with the weights."""
-        norm, rate = self._optimizer_step.admit(self.policy_version, self.next_update)
+        norm, rate = self._optimizer_step.admit(
+            self.policy_version, self._published_step, self.next_update
+        )
         self._steps_into_update += 1
         moved = self._optimizer_step.apply(rate)
         self.policy_version += 1

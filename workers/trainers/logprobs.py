@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from workers.trainers.packing import MicroBatch
+from workers.trainers.replay_check import Phase
+from workers.trainers.routing import Routing
 
 _SLICE_ELEMENTS = 1 << 21  # float32 temporaries of this size stay in the processor's cache
 
@@ -37,18 +39,31 @@ class Scorer:
     chunk_tokens: int
     dtype: torch.dtype
     device: torch.device
+    routing: Routing
 
     @classmethod
-    def of(cls, model: Any, temperature: float, chunk_tokens: int, dtype: torch.dtype) -> "Scorer":
-        """Split a transformers causal LM into its base model and its output embeddings."""
+    def of(
+        cls,
+        model: Any,
+        temperature: float,
+        chunk_tokens: int,
+        dtype: torch.dtype,
+        routing: Routing | None = None,
+    ) -> "Scorer":
+        """Split a transformers causal LM into its base model and its output embeddings.
+
+        Without ``routing`` a mixture of experts goes by its own routers and nobody counts.
+        """
         head = model.get_output_embeddings()
         device = head.weight.device
-        return cls(model.base_model, head, temperature, chunk_tokens, dtype, device)
+        body = model.base_model
+        return cls(body, head, temperature, chunk_tokens, dtype, device, routing or Routing())
 
     def score(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies [N] in float32 of the batch's tokens, without gradients."""
         batch = batch.to(self.device)
-        with torch.no_grad(), self._autocast():
+        replayed = self.routing.micro_batch(batch, Phase.SCORING)
+        with torch.no_grad(), self._autocast(), replayed:
             hidden = self._hidden(batch)
             pieces = [
                 _log_softmax_stats(self.head(h), targets, self.temperature)[:2]
@@ -64,7 +79,8 @@ class Scorer:
     def logits(self, batch: MicroBatch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Chunks of (logits [n, V] before the temperature, targets [n], token index [n])."""
         batch = batch.to(self.device)
-        with torch.no_grad(), self._autocast():
+        replayed = self.routing.micro_batch(batch, Phase.SCORING)
+        with torch.no_grad(), self._autocast(), replayed:
             hidden = self._hidden(batch)
         chunks = zip(
             hidden.split(self.chunk_tokens),
@@ -85,8 +101,13 @@ class Scorer:
         forward.
         """
         batch = batch.to(self.device)
+        with self.routing.micro_batch(batch, Phase.TRAINING):
+            self._backward(batch, loss, look)
+
+    def _backward(self, batch: MicroBatch, loss: ChunkLoss, look: Look | None) -> None:
         with self._autocast():
             hidden = self._hidden(batch)
+            self.routing.forward_ended()
             leaf = hidden.detach().requires_grad_()
             if look is not None:
                 look(self._logprobs(leaf.detach(), batch), batch.token_index)

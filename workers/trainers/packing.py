@@ -1,8 +1,9 @@
 """Packed rows: each prompt is computed once for all its siblings.
 
-One row holds a prompt followed by its responses. A response token sees the prompt and its own
-response, nothing of its siblings; position ids restart after the prompt, so every token gets
-exactly the context that it had when it was sampled:
+The layout "shared_prompt"; the other one is in ``documents``. One row holds a prompt followed by
+its responses. A response token sees the prompt and its own response, nothing of its siblings;
+position ids restart after the prompt, so every token gets exactly the context that it had when it
+was sampled:
 
     ids        p0 p1 p2 | a0 a1 | b0 b1 b2
     positions   0  1  2 |  3  4 |  3  4  5
@@ -57,6 +58,8 @@ class MicroBatch:
     token_index: Tensor  # [N] index into the update's flat response tokens
     num_model_tokens: int
     """Real tokens of the rows, predicted last tokens included, padding excluded."""
+    route_tables: tuple[bytes, ...] = ()
+    """Expert routes of the documents of a pack, one after the other, as engines returned them."""
 
     @property
     def num_input_tokens(self) -> int:
@@ -85,6 +88,7 @@ class MicroBatch:
             targets=self.targets.to(device),
             token_index=self.token_index.to(device),
             num_model_tokens=self.num_model_tokens,
+            route_tables=self.route_tables,
         )
 
 

@@ -110,16 +110,17 @@ class UpdateScores:
         self._rollout_id = rollout_id
         self._policy_version = policy_version
         self.checks = judge.decision.check_due(policy_version)
+        begin = {"all": 0, "later_steps": 1, "nothing": len(works)}[judge.decision.plan.covers]
+        self._needed = [micro for work in works[begin:] for micro in work.micros]
+        self.scores = self.checks or begin < len(works)
+        """Whether anything is scored before the first training forward; alike on all ranks."""
         self._standalone: Tensor | None = None
 
     def prepare(self) -> None:
         """Score what must be scored before the first backward."""
         tokens, judge = self._tokens, self._judge
-        begin = {"all": 0, "later_steps": 1, "nothing": len(self._works)}
-        works = self._works[begin[judge.decision.plan.covers] :]
-        needed = [micro for work in works for micro in work.micros]
-        if needed:
-            self._score(needed)
+        if self._needed:
+            self._score(self._needed)
         if self.checks:
             self._standalone = torch.full_like(tokens.old, float("nan"))
             score_into(self._standalone, judge.scorer, self._works[0].micros)

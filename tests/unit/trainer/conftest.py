@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OlmoeConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+)
 
 from configs.run import RunSpec
 from models.sample import FinishReason, Sample, SampleGroup, TokenSpan
@@ -53,6 +61,49 @@ def make_model() -> MakeModel:
         return Qwen3ForCausalLM(Qwen3Config(tie_word_embeddings=True, **sizes)).eval()
 
     return make
+
+
+@pytest.fixture
+def make_mixture() -> MakeModel:
+    """A random mixture of five experts, two a token; in qwen3_moe the second of three layers is
+    dense, and weights are divided by their sum; in olmoe neither."""
+
+    def make(family: str) -> Any:
+        torch.manual_seed(3)
+        sizes: dict[str, Any] = {
+            "vocab_size": VOCABULARY,
+            "hidden_size": 32,
+            "intermediate_size": 24,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "max_position_embeddings": 128,
+            "initializer_range": 0.2,
+            "tie_word_embeddings": False,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        }
+        if family == "olmoe":
+            config: Any = OlmoeConfig(norm_topk_prob=False, **sizes)
+        else:
+            extra: dict[str, Any] = {"moe_intermediate_size": 16, "mlp_only_layers": [1]}
+            config = Qwen3MoeConfig(head_dim=8, norm_topk_prob=True, **extra, **sizes)
+        config._experts_implementation = "eager"
+        return AutoModelForCausalLM.from_config(config).float().eval()
+
+    return make
+
+
+@pytest.fixture
+def mixture_dir(tmp_path: Path, make_mixture: MakeModel) -> Path:
+    """A Hugging Face folder of the random Qwen3-MoE with the character tokenizer."""
+    folder = tmp_path / "mixture"
+    make_mixture("qwen3_moe").save_pretrained(folder)
+    character_tokenizer().save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture

@@ -1,0 +1,64 @@
+"""How the samples of an optimizer step become micro-batches: ``trainer.packing``."""
+
+import torch
+
+from configs.run import RunSpec
+from models.errors import ConfigurationError
+from workers.trainers.batch import StepPlan, TrainingBatch, documents_of, rows_of
+from workers.trainers.documents import collate_documents, greedy_packs, leveled_packs
+from workers.trainers.packing import MicroBatch, micro_batches
+from workers.trainers.ranks import Ranks, agreed
+from workers.trainers.replay import refuse_bad_routes
+from workers.trainers.routing import Routing
+
+
+class RowLayout:
+    """One of the two layouts, for one model.
+
+    "shared_prompt" computes a prompt once for its siblings, which is less work. With routers that
+    would count its tokens, and need their routes, once for many samples: so they have "documents".
+    """
+
+    def __init__(self, spec: RunSpec, routing: Routing) -> None:
+        """Work the layout out.
+
+        Raises:
+            ConfigurationError: the layout does not go with the model, or a sample does not fit it.
+        """
+        routed = bool(routing.names)
+        packing = spec.trainer.packing or ("documents" if routed else "shared_prompt")
+        if routed and packing != "documents":
+            raise ConfigurationError(
+                f"trainer.packing = {packing!r} computes a prompt once for all its samples, and "
+                "the load and the routes of experts are per sample; a mixture of experts needs "
+                '"documents"'
+            )
+        self._budget = spec.trainer.micro_batch_tokens
+        longest = spec.core.max_context_length
+        if packing == "documents" and longest > self._budget:
+            raise ConfigurationError(
+                f"a document of core.max_context_length = {longest} tokens does not fit "
+                f"trainer.micro_batch_tokens = {self._budget}; raise the latter to at least "
+                f"{longest}"
+            )
+        self.packing = packing
+        self._routing = routing
+
+    def micro_batches(self, batch: TrainingBatch, own: StepPlan, ranks: Ranks) -> list[MicroBatch]:
+        """Lay out one rank's share ``own`` of a step.
+
+        Raises:
+            ContractViolation: replay, and a sample without good routes; on all ranks together.
+        """
+        if self.packing == "shared_prompt":
+            with agreed(ranks):
+                return micro_batches(rows_of(batch, own.active), self._budget)
+        with agreed(ranks):
+            if self._routing.replay:
+                refuse_bad_routes(batch, own.members, self._routing.shape)
+            documents = documents_of(batch, own.active)
+            packs = greedy_packs([document.num_tokens for document in documents], self._budget)
+        most = int(ranks.all_reduce_max(torch.tensor([len(packs)])))
+        return [
+            collate_documents([documents[i] for i in pack]) for pack in leveled_packs(packs, most)
+        ]
