@@ -34,16 +34,19 @@ class OptimizerStep:
         """Drop gradients."""
         self.optimizer.zero_grad(set_to_none=True)
 
-    def admit(self, completed_steps: int, rollout_id: int) -> tuple[float, float]:
+    def admit(
+        self, completed_steps: int, published_step: int, rollout_id: int
+    ) -> tuple[float, float]:
         """Clip the gradient of the step after ``completed_steps``.
 
         Returns:
             The gradient norm before clipping and the learning rate.
 
         Raises:
-            ContractViolation: a parameter has no gradient.
+            ContractViolation: a parameter has no gradient, or ranks stand at different clocks.
             NonFiniteLoss: the gradient norm or the learning rate is no finite number.
         """
+        self._refuse_other_clocks(completed_steps, published_step)
         with agreed(self._judge.ranks):
             rate = self._schedule.at(completed_steps)
             self._refuse_frozen()
@@ -78,6 +81,17 @@ class OptimizerStep:
         }
         self._judge.append(OPTIMIZER_REJECTED, event)
         self._judge.ranks.agree(error)
+
+    def _refuse_other_clocks(self, completed_steps: int, published_step: int) -> None:
+        """Every rank must take the same step; all of them see when one does not."""
+        own = torch.tensor([completed_steps, -completed_steps, published_step, -published_step])
+        most = [int(x) for x in self._judge.ranks.all_reduce_max(own).tolist()]
+        if most != own.tolist():
+            raise ContractViolation(
+                f"rank {self._judge.ranks.rank} is at {completed_steps} completed steps with "
+                f"version {published_step} published; over all ranks they are {-most[1]} to "
+                f"{most[0]} and {-most[3]} to {most[2]}"
+            )
 
     def _refuse_frozen(self) -> None:
         """A parameter without a gradient would stay as it is, in silence."""

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -357,16 +358,29 @@ class OtherRankFails(SingleRank):
         raise NonFiniteLoss("rank 1: NonFiniteLoss: the gradient norm is nan")
 
 
+def step_among(trainer, ranks) -> OptimizerStep:
+    judge = replace(trainer._judge, ranks=ranks)
+    return OptimizerStep(trainer.model, trainer.spec.optimizer, trainer._schedule, judge)
+
+
 def test_a_step_that_another_rank_rejects_is_not_taken_here(make_spec, model_dir):
-    trainer = LocalTrainer(make_spec(), model_dir)
-    judge = trainer._judge
-    other = type(judge)(
-        **{name: getattr(judge, name) for name in judge.__dataclass_fields__ if name != "ranks"},
-        ranks=OtherRankFails(),
-    )
-    step = OptimizerStep(trainer.model, trainer.spec.optimizer, trainer._schedule, other)
+    step = step_among(LocalTrainer(make_spec(), model_dir), OtherRankFails())
     with pytest.raises(NonFiniteLoss, match=r"^rank 1: "):
         step.refuse_rejected(None, 4, 3)
+
+
+@pytest.mark.parametrize("clock", [(5, 4), (3, 4), (4, 3), (4, 5)])
+def test_ranks_at_different_clocks_take_no_step(make_spec, model_dir, clock):
+    class Other(SingleRank):
+        world = 2
+
+        def all_reduce_max(self, values):
+            completed, published = clock
+            return values.maximum(torch.tensor([completed, -completed, published, -published]))
+
+    step = step_among(LocalTrainer(make_spec(), model_dir), Other())
+    with pytest.raises(ContractViolation, match="rank 0 is at 4 completed steps with version 4"):
+        step.admit(4, 4, 2)
 
 
 def test_local_counts_are_summed_over_ranks(make_groups):
