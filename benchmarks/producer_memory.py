@@ -39,6 +39,7 @@ from configs.run import RunSpec
 from models.ids import FenceToken, RunRef
 from models.prompt import DataState, PreparedPrompt, PromptMetadata, VerifierTarget
 from models.rollout import CollectRequest
+from workers.actors.allocator import return_freed_memory
 
 NUM_PROMPTS = 300
 VOCAB_SIZE, EOS = 128, 2
@@ -99,6 +100,7 @@ def main() -> None:
 
 async def measure(work: Path, url: str, num_groups: int) -> list[dict[str, float]]:
     """Collect and publish until ``num_groups`` groups are committed; a row every ``EVERY``."""
+    return_freed_memory()  # as the actor does
     spec = run_spec(work)
     run = RunRef(run_id=spec.run_id, root=str(work), spec_sha256="")
     producer = make_producer(spec, run)
@@ -229,6 +231,8 @@ class ScriptedEngine:
         more = True
         while more:
             message = await receive()
+            if message["type"] == "http.disconnect":
+                return
             body += message.get("body", b"")
             more = message.get("more_body", False)
         status, answer = self._answer(scope["path"], body)

@@ -15,6 +15,7 @@ from models.ids import FenceToken
 from models.ports import ServingReport, StageProgress
 from models.prompt import DataState
 from models.rollout import CollectRequest, RolloutCollection
+from workers.actors.allocator import return_freed_memory
 from workers.actors.order import ActorFacts, ActorOrder, describe, enter
 from workers.actors.preparation import PreparedRun
 from workers.sources.prompts import load_prompts
@@ -27,6 +28,7 @@ class ProducerActor:
         self._order = order
         self._spec = spec_of(order.run)
         enter(order, self._spec, threads=1)
+        return_freed_memory()
         self._producer: RolloutProducer | None = None
 
     async def start(self, epoch: int, prepared: PreparedRun, state: DataState) -> ActorFacts:
