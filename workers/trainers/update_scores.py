@@ -112,14 +112,15 @@ class UpdateScores:
         self.checks = judge.decision.check_due(policy_version)
         begin = {"all": 0, "later_steps": 1, "nothing": len(works)}[judge.decision.plan.covers]
         self._needed = [micro for work in works[begin:] for micro in work.micros]
-        self.scores = self.checks or begin < len(works)
+        self._passes = begin < len(works)
+        self.scores = self.checks or self._passes
         """Whether anything is scored before the first training forward; alike on all ranks."""
         self._standalone: Tensor | None = None
 
     def prepare(self) -> None:
         """Score what must be scored before the first backward."""
         tokens, judge = self._tokens, self._judge
-        if self._needed:
+        if self._passes:
             self._score(self._needed)
         if self.checks:
             self._standalone = torch.full_like(tokens.old, float("nan"))
