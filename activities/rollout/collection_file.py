@@ -100,6 +100,8 @@ def write_collection(store: Store, rel: str, groups: Sequence[SampleGroup]) -> s
             schema = schema.append(field)
     buffer = io.BytesIO()
     pq.write_table(pa.Table.from_pylist(rows, schema=schema), buffer, compression="zstd")
+    # The pool keeps the writer's buffers, and every thread's again: megabytes that come to stay.
+    pa.default_memory_pool().release_unused()
     data = buffer.getvalue()
     store.write_bytes(rel, data)
     return hashlib.sha256(data).hexdigest()

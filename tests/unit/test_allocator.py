@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 SCRIPT = """
-import json, psutil, pyarrow as pa
+import json, psutil
 from workers.actors.allocator import return_freed_memory
 
 def resident():
@@ -27,7 +27,6 @@ full = resident()
 del block
 blocks.clear()
 print(json.dumps({
-    "pool": pa.default_memory_pool().backend_name,
     "grown": full - before,
     "kept": resident() - before,
 }))
@@ -39,6 +38,5 @@ def test_large_blocks_do_not_stay_in_the_heap() -> None:
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=50, check=True
     )
     told = json.loads(done.stdout)
-    assert told["pool"] == "system"
     assert told["grown"] >= 60 << 20
     assert told["kept"] < 8 << 20
