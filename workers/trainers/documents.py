@@ -102,5 +102,6 @@ def collate_documents(documents: Sequence[Document]) -> MicroBatch:
         targets=torch.tensor(targets, dtype=torch.long),
         token_index=torch.tensor(token_index, dtype=torch.long),
         num_model_tokens=len(ids),
+        document_lengths=tuple(document.num_tokens for document in documents),
         route_tables=tuple(d.routes for d in documents if d.routes is not None),
     )

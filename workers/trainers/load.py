@@ -1,5 +1,6 @@
 """Loading the policy for training: master weights in float32, checks that fail before work."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from configs.run import RunSpec
 from models.errors import ConfigurationError
 from workers.engines.native.model_files import safetensor_files
 from workers.sources.expert_names import FUSED_FAMILIES, file_weights
+from workers.trainers.documents import Document, collate_documents
 from workers.trainers.logprobs import Scorer
 from workers.trainers.packing import Response, Row, collate
+from workers.trainers.row_layout import Packing, prepare_packing
 
 _EXPERTS = {"cpu": "eager", "cuda": "grouped_mm"}
 """How transformers computes experts, by device. Measured: on CPU the loop over experts is as fast
@@ -49,7 +52,7 @@ def load_policy(spec: RunSpec, model_dir: Path) -> Any:
     _refuse_other_names(model, model_dir)
     _refuse_short_windows(spec, model.config)
     model.to(device).eval().requires_grad_(True)
-    _refuse_foreign_head(model)
+    _refuse_foreign_head(model, lambda: prepare_packing(spec, model))
     return model
 
 
@@ -131,8 +134,10 @@ def _refuse_short_windows(spec: RunSpec, config: Any) -> None:
         )
 
 
-def _refuse_foreign_head(model: Any) -> None:
+def _refuse_foreign_head(model: Any, prepare: Callable[[], Packing]) -> None:
     """Compare packed scoring with the model's own logits on a probe of three short responses.
+
+    ``prepare`` says how it is packed, and comes after the model's own logits.
 
     Catches models that scale or cap their logits after the output embeddings, and bodies that do
     not honor a four-dimensional mask.
@@ -140,11 +145,15 @@ def _refuse_foreign_head(model: Any) -> None:
     size = model.get_output_embeddings().weight.shape[0]
     prompt, responses = _probe_ids(size)
     offsets = [0, 3, 5]
-    row = Row(prompt, tuple(Response(r, o) for r, o in zip(responses, offsets, strict=True)))
-    scorer = Scorer.of(model, 1.0, 16, torch.float32)
-    packed, _ = scorer.score(collate([row]))
+    device = model.get_output_embeddings().weight.device
     with torch.no_grad():
-        plain = torch.cat([_plain_logprobs(model, prompt, r, scorer.device) for r in responses])
+        plain = torch.cat([_plain_logprobs(model, prompt, r, device) for r in responses])
+    placed = list(zip(responses, offsets, strict=True))
+    if prepare() == "documents":
+        probe = collate_documents([Document(prompt, r, o) for r, o in placed])
+    else:
+        probe = collate([Row(prompt, tuple(Response(r, o) for r, o in placed))])
+    packed, _ = Scorer.of(model, 1.0, 16, torch.float32).score(probe)
     gap = float((packed - plain).abs().max())
     if not gap <= _PROBE_TOLERANCE:
         raise ConfigurationError(

@@ -87,7 +87,7 @@ class LocalTrainer:
         self._schedule = LearningRate.of(spec)
         self.model: Any = load_policy(spec, model_dir)
         self._routing = Routing.of(spec, self.model)
-        self._layout = RowLayout(spec, self._routing)
+        self._layout = RowLayout(self.model, spec.trainer.micro_batch_tokens, self._routing)
         self._scorer = self._scorer_of(self.model, self._routing)
         reference = load_reference(spec, model_dir, self._scorer.device)
         self._judge = Judge.of(

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from workers.trainers.document_attention import BLOCKS, DocumentBlocks, takes_blocks
 from workers.trainers.packing import MicroBatch
 from workers.trainers.replay_check import Phase
 from workers.trainers.routing import Routing
@@ -40,6 +41,8 @@ class Scorer:
     dtype: torch.dtype
     device: torch.device
     routing: Routing
+    within_documents: bool
+    """Whether the body takes the ends of documents instead of a mask."""
 
     @classmethod
     def of(
@@ -57,7 +60,16 @@ class Scorer:
         head = model.get_output_embeddings()
         device = head.weight.device
         body = model.base_model
-        return cls(body, head, temperature, chunk_tokens, dtype, device, routing or Routing())
+        return cls(
+            body,
+            head,
+            temperature,
+            chunk_tokens,
+            dtype,
+            device,
+            routing or Routing(),
+            takes_blocks(model),
+        )
 
     def score(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies [N] in float32 of the batch's tokens, without gradients."""
@@ -139,11 +151,13 @@ class Scorer:
 
     def _hidden(self, batch: MicroBatch) -> Tensor:
         """Body output [N, H] at the positions that predict the scored tokens."""
+        seen: dict[str, Any] = {}
+        if batch.document_lengths and self.within_documents:
+            seen[BLOCKS] = DocumentBlocks.of(batch.document_lengths, self.device)
+        else:
+            seen["attention_mask"] = batch.attention_bias(self.dtype)
         out = self.body(
-            input_ids=batch.input_ids,
-            attention_mask=batch.attention_bias(self.dtype),
-            position_ids=batch.position_ids,
-            use_cache=False,
+            input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **seen
         )
         hidden: Tensor = out.last_hidden_state
         return hidden.flatten(0, 1).index_select(0, batch.predictors)

@@ -58,6 +58,8 @@ class MicroBatch:
     token_index: Tensor  # [N] index into the update's flat response tokens
     num_model_tokens: int
     """Real tokens of the rows, predicted last tokens included, padding excluded."""
+    document_lengths: tuple[int, ...] = ()
+    """Tokens of the documents of a pack; none in rows that share a prompt."""
     route_tables: tuple[bytes, ...] = ()
     """Expert routes of the documents of a pack, one after the other, as engines returned them."""
 
@@ -88,6 +90,7 @@ class MicroBatch:
             targets=self.targets.to(device),
             token_index=self.token_index.to(device),
             num_model_tokens=self.num_model_tokens,
+            document_lengths=self.document_lengths,
             route_tables=self.route_tables,
         )
 

@@ -7,6 +7,7 @@ import torch
 
 from configs.run import RunSpec
 from workers.trainers.load import load_model
+from workers.trainers.row_layout import prepare_packing
 
 
 def load_reference(spec: RunSpec, model_dir: Path, device: torch.device) -> Any | None:
@@ -18,4 +19,5 @@ def load_reference(spec: RunSpec, model_dir: Path, device: torch.device) -> Any 
     if spec.training.kl_loss_coef == 0:
         return None
     model = load_model(model_dir, attention=spec.trainer.attention)
+    prepare_packing(spec, model)
     return model.to(device).eval().requires_grad_(False)

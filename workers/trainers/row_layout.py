@@ -1,47 +1,59 @@
 """How the samples of an optimizer step become micro-batches: ``trainer.packing``."""
 
+from typing import Any, Literal
+
 import torch
 
 from configs.run import RunSpec
 from models.errors import ConfigurationError
 from workers.trainers.batch import StepPlan, TrainingBatch, documents_of, rows_of
+from workers.trainers.document_attention import takes_blocks, use_document_attention
 from workers.trainers.documents import collate_documents, greedy_packs, leveled_packs
 from workers.trainers.packing import MicroBatch, micro_batches
 from workers.trainers.ranks import Ranks, agreed
 from workers.trainers.replay import refuse_bad_routes
+from workers.trainers.routers import find_routers
 from workers.trainers.routing import Routing
 
+Packing = Literal["shared_prompt", "documents"]
 
-class RowLayout:
-    """One of the two layouts, for one model.
 
-    "shared_prompt" computes a prompt once for its siblings, which is less work. With routers that
+def prepare_packing(spec: RunSpec, model: Any) -> Packing:
+    """The layout that ``model`` is trained in; lets it attend within documents where it needs to.
+
+    "shared_prompt" computes a prompt once for its samples, which is less work. With routers that
     would count its tokens, and need their routes, once for many samples: so they have "documents".
+
+    Raises:
+        ConfigurationError: the layout does not go with the model, or a sample does not fit it.
     """
-
-    def __init__(self, spec: RunSpec, routing: Routing) -> None:
-        """Work the layout out.
-
-        Raises:
-            ConfigurationError: the layout does not go with the model, or a sample does not fit it.
-        """
-        routed = bool(routing.names)
-        packing = spec.trainer.packing or ("documents" if routed else "shared_prompt")
-        if routed and packing != "documents":
+    routed = bool(find_routers(model))
+    packing = spec.trainer.packing or ("documents" if routed else "shared_prompt")
+    if packing == "shared_prompt":
+        if routed:
             raise ConfigurationError(
                 f"trainer.packing = {packing!r} computes a prompt once for all its samples, and "
                 "the load and the routes of experts are per sample; a mixture of experts needs "
                 '"documents"'
             )
-        self._budget = spec.trainer.micro_batch_tokens
-        longest = spec.core.max_context_length
-        if packing == "documents" and longest > self._budget:
-            raise ConfigurationError(
-                f"a document of core.max_context_length = {longest} tokens does not fit "
-                f"trainer.micro_batch_tokens = {self._budget}; raise the latter to at least "
-                f"{longest}"
-            )
-        self.packing = packing
+        return packing
+    longest, budget = spec.core.max_context_length, spec.trainer.micro_batch_tokens
+    if longest > budget:
+        raise ConfigurationError(
+            f"a document of core.max_context_length = {longest} tokens does not fit "
+            f"trainer.micro_batch_tokens = {budget}; raise the latter to at least {longest}"
+        )
+    use_document_attention(model)
+    return packing
+
+
+class RowLayout:
+    """Lays out the steps of one trainer."""
+
+    def __init__(self, model: Any, token_budget: int, routing: Routing) -> None:
+        """``model``: a prepared one; ``token_budget``: of a micro-batch."""
+        self._documents = takes_blocks(model)
+        self._budget = token_budget
         self._routing = routing
 
     def micro_batches(self, batch: TrainingBatch, own: StepPlan, ranks: Ranks) -> list[MicroBatch]:
@@ -50,7 +62,7 @@ class RowLayout:
         Raises:
             ContractViolation: replay, and a sample without good routes; on all ranks together.
         """
-        if self.packing == "shared_prompt":
+        if not self._documents:
             with agreed(ranks):
                 return micro_batches(rows_of(batch, own.active), self._budget)
         with agreed(ranks):

@@ -7,12 +7,14 @@ import torch
 
 from models.errors import ConfigurationError
 from workers.trainers.batch import TrainingBatch, documents_of, rows_of
+from workers.trainers.document_attention import DocumentBlocks, use_document_attention
 from workers.trainers.documents import (
     Document,
     collate_documents,
     greedy_packs,
     leveled_packs,
 )
+from workers.trainers.local import LocalTrainer
 from workers.trainers.logprobs import Scorer
 from workers.trainers.loss import LossSettings
 from workers.trainers.normalization import Normalization
@@ -153,3 +155,60 @@ def test_float32_log_probs_equal_those_of_other_layouts(make_model, make_groups)
             scored[kind][micro.token_index] = scorer.score(micro)[0]
     for kind in ("shared_prompt", "padded"):
         assert (scored["documents"] - scored[kind]).abs().max() <= 4e-6
+
+
+def test_blocks_hold_every_token_once_and_little_padding():
+    rng = random.Random(1)
+    for _ in range(50):
+        lengths = [rng.choice([1, 2, 7, 8, 9, 30, 200]) for _ in range(rng.randrange(1, 12))]
+        blocks = DocumentBlocks.of(lengths, torch.device("cpu"))
+        flat = torch.cat([rows.flatten() for rows in blocks.rows])
+        assert torch.equal(flat[blocks.order], torch.arange(sum(lengths)))
+        assert len(flat) < 2 * sum(lengths)
+        starts = {sum(lengths[:i]): length for i, length in enumerate(lengths)}
+        for rows in blocks.rows:
+            for row in rows.tolist():
+                length = starts[row[0]]
+                padding = [row[0]] * (len(row) - length)
+                assert row == [*range(row[0], row[0] + length), *padding]
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "olmoe"])
+def test_attention_within_documents_equals_a_mask(
+    make_model, make_mixture, make_groups, attention, family
+):
+    """Loss and gradients; and a plain forward of one sequence stays what it was."""
+    make = make_model if family in ("llama", "qwen3") else make_mixture
+    model = make(family).double()
+    model.set_attn_implementation(attention)
+    batch = TrainingBatch.of(make_groups(num_groups=3))
+    micros = lay_out("documents", batch)
+    ids = micros[0].input_ids
+    with torch.no_grad():
+        plain = model(input_ids=ids, use_cache=False).logits
+    expected, gradients = loss_and_gradients(model, batch, micros, torch.float64)
+    use_document_attention(model)
+    use_document_attention(model)
+    total, found = loss_and_gradients(model, batch, micros, torch.float64)
+    assert total == pytest.approx(expected, abs=2e-7)
+    for name, gradient in gradients.items():
+        assert (found[name] - gradient).abs().max() <= 2e-7, name
+    with torch.no_grad():
+        assert (model(input_ids=ids, use_cache=False).logits - plain).abs().max() <= 1e-12
+
+
+def test_the_trainer_takes_the_same_step_in_both_layouts(
+    make_spec, make_groups, model_dir, tmp_path
+):
+    found = {}
+    for packing in ("shared_prompt", "documents"):
+        root = {"root": str(tmp_path / packing)}
+        training = {"kl_loss_coef": 0.1}
+        spec = make_spec(trainer={"packing": packing}, output=root, training=training)
+        trainer = LocalTrainer(spec, model_dir)
+        trainer.optimize(0, "a", make_groups())
+        found[packing] = trainer.optimize(1, "b", make_groups(1)).metrics
+    assert found["documents"]["train/kl_loss"] != 0
+    for key in ("train/loss", "train/grad_norm", "train/kl_loss", "train/ppo_kl"):
+        assert found["documents"][key] == pytest.approx(found["shared_prompt"][key], rel=1e-3), key

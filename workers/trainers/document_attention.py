@@ -1,0 +1,113 @@
+"""Attention within documents: a pack costs the sum of its documents' squares, not its own square.
+
+A pack's queries, keys and values are cut at the ends of its documents and laid out as batches of
+rows, documents of similar length together, padded on the right; then causal attention of each row
+is the document's own, and what is computed for the padding is dropped. Everything else of the
+model, experts above all, sees the pack without any padding.
+"""
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+_PREFIX = "documents_"
+BLOCKS = "document_blocks"
+"""Keyword of a model's forward that carries ``DocumentBlocks`` to its attention layers."""
+
+Attention = Callable[..., tuple[Tensor, Any]]
+"""(module, q, k, v, mask, **options) -> ([B, L, heads, D], weights), as transformers has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentBlocks:
+    """Where the T tokens of a pack go."""
+
+    rows: tuple[Tensor, ...]
+    """Per block [documents, longest] places in the pack; padding repeats a document's first."""
+    order: Tensor  # [T] place of each token among the blocks' rows, laid end to end
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device) -> "DocumentBlocks":
+        """Blocks of documents whose lengths are within the same power of two."""
+        starts = [sum(lengths[:i]) for i in range(len(lengths))]
+        blocks: dict[int, list[int]] = {}
+        for document, length in enumerate(lengths):
+            blocks.setdefault(length.bit_length(), []).append(document)
+        rows = []
+        order = torch.empty(sum(lengths), dtype=torch.long)
+        done = 0
+        for documents in blocks.values():
+            longest = max(lengths[document] for document in documents)
+            places = torch.arange(longest).repeat(len(documents), 1)
+            for row, document in enumerate(documents):
+                start, length = starts[document], lengths[document]
+                first = done + row * longest
+                order[start : start + length] = torch.arange(first, first + length)
+                places[row, length:] = 0
+                places[row] += start
+            done += places.numel()
+            rows.append(places.to(device))
+        return cls(tuple(rows), order.to(device))
+
+
+def use_document_attention(model: Any) -> None:
+    """Let ``model`` take ``DocumentBlocks``; without them it computes as before, causally."""
+    base = model.config._attn_implementation
+    if not base.startswith(_PREFIX):
+        model.set_attn_implementation(f"{_PREFIX}{base}")
+
+
+def takes_blocks(model: Any) -> bool:
+    """Whether ``use_document_attention`` was called for the model."""
+    return str(model.config._attn_implementation).startswith(_PREFIX)
+
+
+def _within_documents(base: Attention) -> Attention:
+    def attention(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **options: Any,
+    ) -> tuple[Tensor, Any]:
+        """Of query [1, heads, T, D]; key and value may have fewer heads."""
+        blocks: DocumentBlocks | None = options.pop(BLOCKS, None)
+        if blocks is None:
+            return base(module, query, key, value, attention_mask, **options)
+        done = []
+        for rows in blocks.rows:
+            q, k, v = (
+                part[0][:, rows].transpose(0, 1).contiguous() for part in (query, key, value)
+            )
+            done.append(base(module, q, k, v, None, **options)[0].flatten(0, 1))
+        return torch.cat(done).index_select(0, blocks.order)[None], None
+
+    return attention
+
+
+def _eager(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, Any]:
+    """The eager attention of the module's own family, which is causal by its mask only."""
+    if attention_mask is None:
+        length = query.shape[2]
+        closed = query.new_full((length, length), torch.finfo(query.dtype).min)
+        attention_mask = closed.triu(1)[None, None]
+    own: Attention = importlib.import_module(type(module).__module__).eager_attention_forward
+    return own(module, query, key, value, attention_mask, **options)
+
+
+AttentionInterface.register(f"{_PREFIX}eager", _within_documents(_eager))
+AttentionInterface.register(f"{_PREFIX}sdpa", _within_documents(sdpa_attention_forward))
