@@ -7,7 +7,7 @@ from configs.asynchronous import AsyncSection
 from configs.capacity import completed_groups_capacity
 from configs.core import CoreSection
 from configs.inference import InferenceSection
-from configs.problem import Problem
+from configs.problem import Problem, shown
 from configs.run import RunSpec
 
 _TURN_ON = "set async.fully_async = true or remove the key"
@@ -56,12 +56,20 @@ def _lag(spec: RunSpec) -> Iterator[Problem]:
     if steps - 1 <= spec.max_policy_lag < least:
         yield Problem(
             "core.max_policy_lag",
-            f"must be at least {least} in a fully async run: what is sampled during an update of "
-            f"{steps} optimizer steps is {steps} steps old at the first step of the next one and "
-            f"{least} at its last, so every group that waits would be too old",
+            f"must be at least {least} in a fully async run: {_age(steps)}, so every group that "
+            "waits would be too old",
             spec.max_policy_lag,
             f"set it to {least} or more, or set async.fully_async = false",
         )
+
+
+def _age(steps: int) -> str:
+    if steps == 1:
+        return "what is sampled during an update is one optimizer step old in the next one"
+    return (
+        f"what is sampled during an update of {steps} optimizer steps is {steps} steps old at the "
+        f"first step of the next one and {2 * steps - 1} at its last"
+    )
 
 
 def _correction(spec: RunSpec) -> Iterator[Problem]:
@@ -152,8 +160,8 @@ def _refresh(spec: RunSpec) -> Iterator[Problem]:
         if choice != needed:
             yield Problem(
                 f"training.{key}",
-                f'must be {needed!r} with core.publication_mode = "refresh": tokens of one '
+                f'must be {shown(needed)} with core.publication_mode = "refresh": tokens of one '
                 "response come from several policies and are corrected one by one",
                 choice,
-                'change it, or use another publication mode such as "barrier"',
+                f'use {shown(needed)}, or another publication mode such as "barrier"',
             )

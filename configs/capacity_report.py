@@ -74,7 +74,7 @@ def _holding_warnings(spec: RunSpec, report: dict[str, Any]) -> Iterator[tuple[s
             "buffer_below_collection",
             f"{buffered} finished samples may wait "
             "(async.async_data_buffer_capacity_factor), a collection has "
-            f"{spec.samples_per_collection}: generation stops before the trainer can take one",
+            f"{spec.samples_per_collection}: generation stops there until the trainer asks for one",
         )
     reach = f"{window} samples that core.max_policy_lag {lag} lets the trainer reach in time"
     if buffered > window:

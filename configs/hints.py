@@ -25,6 +25,7 @@ _ELSEWHERE = {
     "lr_decay_iters": "it is optimizer.lr_decay_steps",
     "lr_wsd_decay_iters": "it is optimizer.lr_wsd_decay_steps",
     "lr_decay_style": "it is optimizer.lr_schedule",
+    "moe": "a tiny mixture of experts is described in [model.tiny], any other by its own files",
     **dict.fromkeys(
         ("placement_mode", "colocate", "colocated"),
         "engines and trainer are processes of their own always; remove the key",
@@ -34,9 +35,10 @@ _ELSEWHERE = {
 
 
 def nearest(word: str, candidates: Iterable[str]) -> str | None:
-    """The candidate most like ``word``, or none when nothing is close."""
-    found = difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.6)
-    return found[0] if found else None
+    """The candidate most like ``word`` in any case of letters, or none when nothing is close."""
+    names = {name.lower(): name for name in candidates}
+    found = difflib.get_close_matches(word.lower(), names, n=1, cutoff=0.6)
+    return names[found[0]] if found else None
 
 
 def unknown_key_hint(table: Sequence[str | int], key: str) -> str:

@@ -59,6 +59,11 @@ def load_run(path: str | Path, overrides: Iterable[str] = ()) -> Loaded:
     """
     origin = str(path)
     document = read_document(Path(path))
+    if "config" in document and "schema_version" not in document:
+        raise ConfigurationError(
+            f"{origin}: is a workflow's input, as `perdure config render` prints it; the run file "
+            "is the table 'config' in it"
+        )
     try:
         document = apply_overrides(document, overrides)
     except ConfigurationError as error:

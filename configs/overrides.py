@@ -9,6 +9,15 @@ from typing import Any
 from models.errors import ConfigurationError
 
 _PART = re.compile(r"[a-z][a-z0-9_]*")
+_MEANT = {
+    "true": "write true",
+    "false": "write false",
+    **dict.fromkeys(
+        ("none", "null"),
+        "TOML has no empty value; take the key out of the file to get its default",
+    ),
+}
+"""What other languages call a value, in lower case, and what to write instead."""
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -66,6 +75,9 @@ def _parse_value(text: str, key: str, literal: str) -> Any:
     except tomllib.TOMLDecodeError:
         parsed = {}
     if set(parsed) != {"value"}:
+        meant = _MEANT.get(literal.lower())
+        if meant is not None:
+            raise ConfigurationError(f"--set {text}: {literal!r} is not a TOML value; {meant}")
         text_value = literal.replace('"', "").replace("'", "")
         raise ConfigurationError(
             f"--set {text}: {literal!r} is not a TOML value; quote text as in "

@@ -1,7 +1,6 @@
 """What a run will do, worked out before anything starts."""
 
 import re
-from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -9,12 +8,11 @@ from configs.capacity_report import capacity_report
 from configs.checks import has_background_evaluation, has_held_out
 from configs.load import Loaded
 from configs.memory import estimate, model_shape
+from configs.plan_warnings import plan_warnings
 from configs.run import RunSpec
 from configs.scoring import scoring_plan
 from models.run import LoopPlan
 
-_FREQUENT_SAVE = 5
-_FREQUENT_EVAL = 2
 _EXPORT_MARGIN_S = 300.0
 """For the trainer's export and for replacing an engine, beside what engines take."""
 
@@ -47,7 +45,10 @@ def build_plan(loaded: Loaded) -> dict[str, Any]:
         "memory": estimate(spec, shape) if shape else None,
         "loop": loop_plan(spec).model_dump(mode="json"),
         "stages": _stages(spec),
-        "warnings": [dict(zip(("code", "message"), pair, strict=True)) for pair in _warnings(spec)],
+        "warnings": [
+            dict(zip(("code", "message"), pair, strict=True))
+            for pair in plan_warnings(spec, loop_plan(spec))
+        ],
         "runtime_validated": False,
     }
 
@@ -120,6 +121,8 @@ def _shape(spec: RunSpec) -> dict[str, Any]:
         "publication_mode": spec.core.publication_mode,
         "overlapped": spec.overlaps,
         "tis": spec.uses_tis,
+        "packing": spec.packing,
+        "routing_replay": spec.training.use_rollout_routing_replay,
     }
 
 
@@ -148,104 +151,3 @@ def _allocation(spec: RunSpec) -> dict[str, Any]:
         "evaluation_processes": int(has_background_evaluation(spec)),
         "request_slots": spec.inference.num_engines * spec.inference.max_running_requests,
     }
-
-
-def _warnings(spec: RunSpec) -> Iterator[tuple[str, str]]:
-    yield from _cadence_warnings(spec)
-    yield from _throughput_warnings(spec)
-    yield from _sampling_warnings(spec)
-    if spec.training.samples_per_prompt == 1:
-        yield "no_group_signal", "one sample a prompt has advantage 0: no update changes a weight"
-    if spec.optimizer.learning_rate == 0:
-        yield "learning_rate_zero", "optimizer.learning_rate is 0: no update changes a weight"
-    elif spec.optimizer.lr_warmup_steps and spec.optimizer.lr_warmup_init == 0:
-        yield (
-            "warmup_from_zero",
-            "optimizer.lr_warmup_init is 0: the first optimizer step changes no weight; set it to "
-            "learning_rate / (lr_warmup_steps + 1) for steps of equal size from the first one on",
-        )
-    yield from _loss_warnings(spec)
-
-
-def _loss_warnings(spec: RunSpec) -> Iterator[tuple[str, str]]:
-    training = spec.training
-    if training.kl_loss_coef > 0:
-        yield (
-            "reference_policy_cost",
-            "training.kl_loss_coef keeps a frozen copy of the model and scores every collection "
-            "with it",
-        )
-    if training.dppo_divergence_type is not None and not (
-        training.use_rollout_logprobs or spec.steps_per_update > 1
-    ):
-        yield (
-            "mask_never_bites",
-            "with one optimizer step an update every ratio is 1, so training.dppo_divergence_type "
-            "masks nothing; set training.use_rollout_logprobs",
-        )
-
-
-def _sampling_warnings(spec: RunSpec) -> Iterator[tuple[str, str]]:
-    inference = spec.inference
-    if inference.top_p < 1 or inference.top_k != -1:
-        yield (
-            "truncated_sampling",
-            "top_p or top_k cuts the distribution that is sampled, while log-probs are of the "
-            "full one; importance weights are biased",
-        )
-    if spec.fully_async and inference.deterministic:
-        yield (
-            "deterministic_async",
-            "inference.deterministic costs speed and repeats nothing in a fully async run: which "
-            "policy samples a prompt depends on time",
-        )
-    if spec.core.publication_mode == "rolling" and inference.num_engines == 1:
-        yield (
-            "rolling_single_engine",
-            "the only engine drains before each publication: nothing is sampled meanwhile; use "
-            'core.publication_mode = "refresh" or another engine',
-        )
-
-
-def _cadence_warnings(spec: RunSpec) -> Iterator[tuple[str, str]]:
-    loop = loop_plan(spec)
-    if not loop.save_checkpoints:
-        yield "no_checkpoints", "training.save_checkpoints is false: a lost trainer starts over"
-    elif loop.save_interval is not None and loop.save_interval >= loop.num_rollouts > 1:
-        yield (
-            "only_last_checkpoint",
-            "the only checkpoint is the last: a lost trainer starts over; set "
-            "training.save_interval",
-        )
-    elif loop.save_interval is not None and loop.save_interval <= _FREQUENT_SAVE:
-        yield (
-            "frequent_save",
-            f"a checkpoint every {loop.save_interval} updates costs training time",
-        )
-    shared = spec.evaluation.mode == "shared"
-    if shared and loop.eval_interval is not None and loop.eval_interval <= _FREQUENT_EVAL:
-        yield (
-            "frequent_eval",
-            f"an evaluation every {loop.eval_interval} updates stops sampling for training",
-        )
-
-
-def _throughput_warnings(spec: RunSpec) -> Iterator[tuple[str, str]]:
-    """Of a run whose collections are asked for; a fully async one has its capacity report."""
-    inference, samples = spec.inference, spec.samples_per_collection
-    slots = inference.num_engines * inference.max_running_requests
-    open_calls = inference.num_engines * inference.server_concurrency
-    if spec.fully_async:
-        return
-    if not spec.overlaps and samples < slots and inference.num_engines > 1:
-        yield (
-            "sync_collection_underfeeds_fleet",
-            f"a sequential collection of {samples} samples cannot fill {slots} request slots; "
-            "use fewer engines or raise training.rollout_batch_size",
-        )
-    if open_calls < min(slots, samples):
-        yield (
-            "concurrency_below_slots",
-            f"{open_calls} open calls (inference.server_concurrency) leave some of {slots} "
-            "request slots empty",
-        )

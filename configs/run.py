@@ -70,13 +70,21 @@ class RunSpec(Section):
         return False if self.model.source.startswith("wheel:") else None
 
     @property
+    def packing(self) -> Literal["shared_prompt", "documents"] | None:
+        """``trainer.packing`` or its default; None when only the model's files can tell."""
+        if self.trainer.packing is not None:
+            return self.trainer.packing
+        if self.has_routers or self.training.use_rollout_routing_replay:
+            return "documents"
+        return None if self.has_routers is None else "shared_prompt"
+
+    @property
     def longest_row(self) -> int:
         """Tokens that the longest sample takes in the trainer, as far as the run file tells.
 
         Documents are fed whole; a shared-prompt row leaves the last token of a response out.
         """
-        documents = self.trainer.packing == "documents" or bool(self.has_routers)
-        return self.core.max_context_length - (not documents)
+        return self.core.max_context_length - (self.packing != "documents")
 
     @property
     def lr_decay_steps(self) -> int:

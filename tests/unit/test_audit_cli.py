@@ -1,6 +1,7 @@
 """``perdure audit``: exit codes, the JSON object, and lives of prompts; with a real producer."""
 
 import json
+from pathlib import Path
 
 import pytest
 from synthetic_run import TIED, SyntheticRun
@@ -13,6 +14,8 @@ from models.ids import FenceToken
 from models.prompt import DataState
 from models.rollout import CollectionManifest, CollectRequest
 from workers.cli.app import run_command
+
+RECIPES = Path(__file__).parents[2] / "configs" / "recipes"
 
 
 @pytest.fixture
@@ -81,6 +84,16 @@ def test_a_root_without_a_run_is_exit_2(tmp_path, capsys):
     assert capsys.readouterr().err == (
         f"perdure: {tmp_path}: holds no run; name the output.root of one\n"
     )
+
+
+def test_a_run_file_stands_for_its_root(run, tmp_path, capsys):
+    run.updates(0, 2)
+    recipe = (RECIPES / "tiny.toml").read_text()
+    written = tmp_path / "mine.toml"
+    written.write_text(recipe.replace("runs/tiny", run.store.root))
+    assert answer(capsys, str(written), "--json") == answer(capsys, run.store.root, "--json")
+    assert run_command(["audit", str(tmp_path / "mien.toml")]) == 2
+    assert "did you mean" in capsys.readouterr().err
 
 
 def test_lives_are_shown_up_to_the_limit_the_wrong_ones_first(run, capsys):

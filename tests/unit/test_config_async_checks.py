@@ -80,7 +80,7 @@ TURN_ON = "set async.fully_async = true or remove the key"
         (
             [ON, "core.max_policy_lag=0"],
             "core.max_policy_lag = 0",
-            "must be at least 1 in a fully async run",
+            "is one optimizer step old in the next one, so every group that waits",
             "set it to 1 or more, or set async.fully_async = false",
         ),
         (
@@ -185,14 +185,14 @@ TURN_ON = "set async.fully_async = true or remove the key"
         (
             [ON, REFRESH, 'training.advantage_estimator="gspo"'],
             'training.advantage_estimator = "gspo"',
-            "must be 'grpo'",
-            "corrected one by one",
+            'must be "grpo" with',
+            'use "grpo", or another publication mode',
         ),
         (
             [ON, REFRESH, "training.use_rollout_logprobs=true"],
             "training.use_rollout_logprobs = true",
-            "must be False",
-            "corrected one by one",
+            "must be false with",
+            "use false, or another publication mode",
         ),
         # evaluation
         (

@@ -252,6 +252,21 @@ def test_tiny_defaults_are_written_out(tmp_path: Path) -> None:
             "did you mean 'rolling'?",
         ),
         ("async = true\n", "async = true: must be a table, not true/false"),
+        (
+            '[optimizer]\nlr_schedule = "wsd"\n',
+            "optimizer.lr_schedule = \"wsd\": must be 'constant', 'linear', 'cosine', "
+            "'inverse-square-root' or 'WSD'; did you mean 'WSD'?",
+        ),
+        (
+            "[moe]\nnum_experts = 8\n",
+            "moe = {...}: unknown key in the run file; a tiny mixture of experts is described in "
+            "[model.tiny], any other by its own files",
+        ),
+        (
+            "[training]\nwhiten_advantages = true\n",
+            "training.whiten_advantages = true: unknown key in [training]; did you mean "
+            "'normalize_advantages'?",
+        ),
         ("trainer = 3\n", "trainer = 3: must be a table, not an integer"),
         (
             "[core]\nmax_run_seconds = inf\n",
@@ -296,6 +311,7 @@ def test_reserved_environment_names_are_refused(tmp_path: Path, name: str) -> No
         ("a.json", '{"name": 1, "name": 2}', "key 'name' appears twice"),
         ("a.json", "[1]", "the top level must be a table"),
         ("a.toml", "name = 2020-01-01\n", "a date is not accepted anywhere"),
+        ("a.json", '{"config": {}, "config_sha256": ""}', "the run file is the table 'config'"),
     ],
 )
 def test_files_that_cannot_be_parsed(tmp_path: Path, name: str, text: str, expected: str) -> None:

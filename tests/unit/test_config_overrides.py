@@ -26,7 +26,11 @@ def test_values_are_toml(text: str, path: tuple[str, ...], value: object) -> Non
     [
         ("model.source=tiny", "quote text as in --set 'model.source=\"tiny\"'"),
         ("output.root='x' y", "quote text as in --set 'output.root=\"x y\"'"),
-        ("training.use_tis=True", "leave numbers, true and false bare"),
+        ("training.use_tis=yes", "leave numbers, true and false bare"),
+        ("training.use_tis=True", "'True' is not a TOML value; write true"),
+        ("async.fully_async=FALSE", "'FALSE' is not a TOML value; write false"),
+        ("core.max_policy_lag=None", "take the key out of the file to get its default"),
+        ("async.max_requeues=null", "take the key out of the file to get its default"),
         ("training.num_rollouts=", "is not a TOML value"),
         ("training.num_rollouts=1\ncore.x=2", "is not a TOML value"),
         ("training.num_rollouts", "write table.key=VALUE"),

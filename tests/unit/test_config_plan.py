@@ -13,6 +13,7 @@ from workers.engines.native.options import parse_options
 
 RECIPES = Path(__file__).parents[2] / "configs" / "recipes"
 TINY = RECIPES / "tiny.toml"
+NEVER = ("evaluation.initial=false", "evaluation.final=false")
 
 
 def test_parameters_of_the_tiny_models() -> None:
@@ -198,11 +199,33 @@ def test_the_last_update_is_saved_by_default(tmp_path: Path) -> None:
             ['training.dppo_divergence_type="tv"', "training.global_batch_size=256"],
             "mask_never_bites",
         ),
+        (['training.dppo_divergence_type="tv"', "training.dppo_threshold=1.0"], "mask_never_bites"),
+        (['training.dppo_divergence_type="kl"', "training.dppo_threshold=1.0"], None),
+        (["training.dppo_threshold=0.2"], "key_without_effect"),
+        (['training.kl_loss_type="k3"'], "key_without_effect"),
+        (["training.tis_clip=3.0"], "key_without_effect"),
+        (["training.tis_clip_low=0.5"], "key_without_effect"),
+        (["training.tis_clip=3.0", "training.use_tis=true"], None),
+        (['optimizer.lr_wsd_decay_style="cosine"'], "key_without_effect"),
+        (["optimizer.min_lr=1e-5"], "key_without_effect"),
+        (["optimizer.min_lr=1e-5", 'optimizer.lr_schedule="linear"'], None),
+        ([*NEVER, "evaluation.interval=101"], "never_evaluated"),
+        ([*NEVER, "evaluation.interval=100"], None),
     ],
 )
 def test_warnings(overrides: list[str], code: str | None) -> None:
     plan = build_plan(load_run(TINY, overrides))
     assert [warning["code"] for warning in plan["warnings"]] == ([code] if code else [])
+
+
+def test_a_warning_names_the_key_and_when_it_says_something() -> None:
+    plan = build_plan(load_run(TINY, ['training.kl_loss_type="k3"']))
+    assert plan["warnings"] == [
+        {
+            "code": "key_without_effect",
+            "message": "training.kl_loss_type says nothing while training.kl_loss_coef is 0",
+        }
+    ]
 
 
 def test_shape_and_stages() -> None:
@@ -219,6 +242,8 @@ def test_shape_and_stages() -> None:
         "publication_mode": "barrier",
         "overlapped": False,
         "tis": False,
+        "packing": "shared_prompt",
+        "routing_replay": False,
     }
     assert plan["runtime"]["scoring_pass"] == {
         "standalone": True,

@@ -71,3 +71,18 @@ def test_a_micro_batch_holds_the_longest_sample(model, packing, longest):
     assert problem.key == "trainer.micro_batch_tokens"
     assert problem.remedy.startswith(f"use at least {longest},")
     assert not keys(spec(model, trainer={"packing": packing, "micro_batch_tokens": longest}))
+
+
+@pytest.mark.parametrize(
+    ("model", "sections", "expected"),
+    [
+        (DENSE, {}, "shared_prompt"),
+        (DENSE, {"trainer": {"packing": "documents"}}, "documents"),
+        (MIXTURE, {}, "documents"),
+        (FOREIGN, {}, None),  # its files tell
+        (FOREIGN, {"trainer": {"packing": "shared_prompt"}}, "shared_prompt"),
+        (FOREIGN, {"training": REPLAY}, "documents"),
+    ],
+)
+def test_the_layout_is_known_before_the_run_where_it_can_be(model, sections, expected):
+    assert spec(model, **sections).packing == expected

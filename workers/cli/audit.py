@@ -5,11 +5,14 @@ from typing import Annotated
 import typer
 
 from workers.cli.errors import FAILED
+from workers.cli.names import root_of
 from workers.cli.output import out, print_json
 
 
 def audit(
-    root: Annotated[str, typer.Argument(metavar="ROOT", help="The run's output.root.")],
+    run_or_root: Annotated[
+        str, typer.Argument(metavar="ROOT|RUN_FILE", help="The run's output.root, or its run file.")
+    ],
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     prompts: Annotated[bool, typer.Option("--prompts", help="Show every prompt's life.")] = False,
     limit: Annotated[int, typer.Option(min=1, help="Most prompts that --prompts shows.")] = 100,
@@ -23,7 +26,7 @@ def audit(
     from activities.analysis.audit import audit as audit_root
     from workers.cli.audit_report import as_json, chosen, life_json, show, show_lives
 
-    books = audit_root(root)
+    books = audit_root(root_of(run_or_root))
     shown = chosen(books, limit) if prompts else []
     if json:
         lives = {"prompts": [life_json(life) for life in shown]} if prompts else {}

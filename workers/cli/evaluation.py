@@ -1,14 +1,13 @@
 """``evaluation list|resubmit``: background evaluations by their receipts."""
 
 import asyncio
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from configs.load import load_run
 from models.evaluation import ReceiptStatus
 from workers.cli.errors import FAILED
+from workers.cli.names import root_of
 from workers.cli.output import equivalent, notice, out, print_json
 from workers.cli.place import find_place
 from workers.cli.run import Address
@@ -29,7 +28,7 @@ def list_evaluations(
     # pyarrow and fsspec are slow to import; other verbs do without them.
     from workers.cli.receipts import show_receipts, summaries
 
-    root = _root_of(run_or_root)
+    root = root_of(run_or_root)
     found = summaries(root)
     if json:
         print_json({"root": root, "evaluations": found})
@@ -65,9 +64,3 @@ def resubmit(
         notice(f"not submitted: {done.error_type}: {done.error}")
     if done.status is not ReceiptStatus.SUBMITTED:
         raise typer.Exit(FAILED)
-
-
-def _root_of(text: str) -> str:
-    if text.endswith((".toml", ".json")) or Path(text).is_file():
-        return load_run(text).spec.output.root
-    return text

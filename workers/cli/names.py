@@ -1,4 +1,4 @@
-"""How a run is named on the command line: a run file, a run id, or the name alone."""
+"""How a run is named on the command line: a run file, a run id, the name alone, or its root."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -22,6 +22,17 @@ def run_id_of(text: str) -> str:
     if text.endswith((".toml", ".json")) or Path(text).is_file():
         return load_run(text).spec.run_id
     return f"{PREFIX}{text}"
+
+
+def root_of(text: str) -> str:
+    """The output root that ``text`` means: that of a run file, or ``text`` itself.
+
+    Raises:
+        ConfigurationError: the run file is missing or wrong.
+    """
+    if text.endswith((".toml", ".json")) or Path(text).is_file():
+        return load_run(text).spec.output.root
+    return text
 
 
 def as_options(overrides: Iterable[str]) -> list[str]:
