@@ -64,6 +64,9 @@ SCHEMA = pa.schema(
 
 ROUTED_EXPERTS = pa.field("routed_experts", pa.binary())
 """int32 [prompt + T - 1, layers, top_k]; a file without any has no such column."""
+_ROUTED_OPTIONS: dict[str, Any] = {"use_dictionary": False, "write_batch_size": 4}
+"""Routes are megabytes a row and never equal: a dictionary of them doubles the time and saves
+nothing, and a page grows by as many rows as are written at once."""
 LOSS_MASK = pa.field("loss_mask", pa.list_(pa.int8()))
 """[T] of 0 and 1; a file without any has no such column."""
 
@@ -99,7 +102,10 @@ def write_collection(store: Store, rel: str, groups: Sequence[SampleGroup]) -> s
         if any(row[field.name] is not None for row in rows):
             schema = schema.append(field)
     buffer = io.BytesIO()
-    pq.write_table(pa.Table.from_pylist(rows, schema=schema), buffer, compression="zstd")
+    options = _ROUTED_OPTIONS if ROUTED_EXPERTS.name in schema.names else {}
+    table = pa.Table.from_pylist(rows, schema=schema)
+    pq.write_table(table, buffer, compression="zstd", **options)
+    del table
     # The pool keeps the writer's buffers, and every thread's again: megabytes that come to stay.
     pa.default_memory_pool().release_unused()
     data = buffer.getvalue()
