@@ -29,6 +29,10 @@ async def checkpoint(site: Site, request: CheckpointRequest, token: FenceToken) 
     the trainer wrote, ``trainer_write: {started_unix, seconds}``: engines serve meanwhile, and in a
     fully async run they are kept alive, see ``healing.beside_healing``.
     """
+    return await beating(_checkpoint(site, request, token), f"checkpoint {request.update}")
+
+
+async def _checkpoint(site: Site, request: CheckpointRequest, token: FenceToken) -> CheckpointRef:
     store = store_of(request.run)
     spec = await asyncio.to_thread(spec_of, request.run)
     details: dict[str, Any] = {}
@@ -40,10 +44,7 @@ async def checkpoint(site: Site, request: CheckpointRequest, token: FenceToken) 
         site.reports.flowing(request.run, site.fleet.producer(request.run), site.tracker),
         timed(store, "checkpoint", request.update, details),
     ):
-        return await beating(
-            beside_healing(site, request.run, token, spec, save),
-            f"checkpoint {request.update}",
-        )
+        return await beside_healing(site, request.run, token, spec, save)
 
 
 async def _commit_and_retain(

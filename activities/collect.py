@@ -14,6 +14,15 @@ from models.rollout import CollectRequest, RolloutCollection
 
 async def collect(site: Site, request: CollectRequest, token: FenceToken) -> RolloutCollection:
     """The collection of ``request.update``; asked again, the producer answers with the same one."""
+    return await beating(
+        _collect(site, request, token),
+        f"collect {request.update}",
+        site.fleet.producer(request.run).progress,
+        stalled=ProducerLost,
+    )
+
+
+async def _collect(site: Site, request: CollectRequest, token: FenceToken) -> RolloutCollection:
     run = request.run
     spec = await asyncio.to_thread(spec_of, run)
     producer = site.fleet.producer(run)
@@ -21,11 +30,8 @@ async def collect(site: Site, request: CollectRequest, token: FenceToken) -> Rol
         site.reports.flowing(run, producer, site.tracker),
         timed(store_of(run), "generation_wait", request.update),
     ):
-        collection = await beating(
-            with_healing(site, run, token, spec, lambda: producer.collect(token, request)),
-            f"collect {request.update}",
-            producer.progress,
-            stalled=ProducerLost,
+        collection = await with_healing(
+            site, run, token, spec, lambda: producer.collect(token, request)
         )
         refuse_non_finite(
             f"collection {collection.update}",

@@ -14,6 +14,15 @@ from models.ids import FenceToken
 
 async def evaluate(site: Site, request: EvaluateRequest, token: FenceToken) -> EvaluationReport:
     """Sample and score the held-out set; engines that die meanwhile are replaced."""
+    return await beating(
+        _evaluate(site, request, token),
+        f"evaluate {request.update}",
+        site.fleet.producer(request.run).progress,
+        stalled=ProducerLost,
+    )
+
+
+async def _evaluate(site: Site, request: EvaluateRequest, token: FenceToken) -> EvaluationReport:
     run = request.run
     spec = await asyncio.to_thread(spec_of, run)
     producer = site.fleet.producer(run)
@@ -23,11 +32,8 @@ async def evaluate(site: Site, request: EvaluateRequest, token: FenceToken) -> E
         site.reports.flowing(run, producer, site.tracker),
         timed(store, "evaluation", rollout_id, {"phase": request.phase}),
     ):
-        report = await beating(
-            with_healing(site, run, token, spec, lambda: producer.evaluate(token, request)),
-            f"evaluate {request.update}",
-            producer.progress,
-            stalled=ProducerLost,
+        report = await with_healing(
+            site, run, token, spec, lambda: producer.evaluate(token, request)
         )
         metrics = eval_metrics(report)
         await asyncio.to_thread(append_metrics, store, "eval", request.update, metrics)

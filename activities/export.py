@@ -12,12 +12,15 @@ from models.ids import FenceToken
 
 async def export(site: Site, request: ExportRequest, token: FenceToken) -> ExportReport:
     """Write ``output.hf_dir`` under the root."""
+    return await beating(
+        _export(site, request, token),
+        "export",
+        site.fleet.trainer(request.run).progress,
+        stalled=TrainerLost,
+    )
+
+
+async def _export(site: Site, request: ExportRequest, token: FenceToken) -> ExportReport:
     spec = await asyncio.to_thread(spec_of, request.run)
-    trainer = site.fleet.trainer(request.run)
     async with timed(store_of(request.run), "final_hf_export", None):
-        return await beating(
-            trainer.export(token, spec.output.hf_dir),
-            "export",
-            trainer.progress,
-            stalled=TrainerLost,
-        )
+        return await site.fleet.trainer(request.run).export(token, spec.output.hf_dir)

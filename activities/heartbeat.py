@@ -1,5 +1,8 @@
 """The one helper for long calls: beat, report progress, notice a stall, end cleanly.
 
+It goes around the whole of an activity, rows and reports included: whatever stays outside has one
+heartbeat time-out in all, and a slow disk would look like a dead worker.
+
 The call runs as a task of its own, so a slow answer to a progress question never delays a beat by
 more than a quarter of the heartbeat time-out. Beating on liveness alone would hide a call that
 hangs for ever; progress that does not move for ``stall_s`` ends it.
@@ -71,7 +74,7 @@ async def beating(
                 )
         return work.result()
     finally:
-        await _join(work, stage)
+        await _join(work, stage, interval)
 
 
 def _interval() -> float:
@@ -88,13 +91,16 @@ async def _ask(progress_of: ProgressOf, seen: StageProgress, timeout_s: float) -
         return seen
 
 
-async def _join(work: "asyncio.Task[T]", stage: str) -> None:
-    """End ``work`` if it still runs, and wait for that."""
+async def _join(work: "asyncio.Task[T]", stage: str, interval: float) -> None:
+    """End ``work`` if it still runs, and wait for that, beating: what is cancelled is joined."""
     if work.done():
         return
     work.cancel()
-    _, pending = await asyncio.wait({work}, timeout=JOIN_TIMEOUT_S)
-    if pending:
+    deadline = time.monotonic() + JOIN_TIMEOUT_S
+    while not work.done() and (left := deadline - time.monotonic()) > 0:
+        activity.heartbeat(StageProgress(stage=stage, detail="ending"))
+        await asyncio.wait({work}, timeout=min(interval, left))
+    if not work.done():
         _log.warning("cancelled call did not end", stage=stage, waited_s=JOIN_TIMEOUT_S)
     elif not work.cancelled() and work.exception() is not None:
         _log.info("cancelled call failed", stage=stage, reason=str(work.exception()))

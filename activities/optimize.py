@@ -20,6 +20,15 @@ async def optimize(site: Site, request: OptimizeRequest, token: FenceToken) -> U
 
     In a fully async run engines are kept alive meanwhile, see ``healing.beside_healing``.
     """
+    return await beating(
+        _optimize(site, request, token),
+        f"optimize {request.update}",
+        site.fleet.trainer(request.run).progress,
+        stalled=TrainerLost,
+    )
+
+
+async def _optimize(site: Site, request: OptimizeRequest, token: FenceToken) -> UpdateReport:
     run = request.run
     store = store_of(run)
     spec = await asyncio.to_thread(spec_of, run)
@@ -32,12 +41,7 @@ async def optimize(site: Site, request: OptimizeRequest, token: FenceToken) -> U
         site.reports.flowing(run, producer, site.tracker),
         timed(store, "training", request.update),
     ):
-        report = await beating(
-            beside_healing(site, run, token, spec, train),
-            f"optimize {request.update}",
-            trainer.progress,
-            stalled=TrainerLost,
-        )
+        report = await beside_healing(site, run, token, spec, train)
     await asyncio.to_thread(_write_rows, store, request, report)
     site.tracker.log(run, rollout_metrics(request.collection))
     site.tracker.log(run, train_metrics(report, request.collection))

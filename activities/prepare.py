@@ -9,6 +9,10 @@ from models.run import PrepareReport, PrepareRequest
 
 async def prepare(site: Site, request: PrepareRequest, token: FenceToken) -> PrepareReport:
     """Bring the run's fleet up under ``token``'s epoch; see ``FleetPort.prepare``."""
+    return await beating(_prepare(site, request, token), "prepare")
+
+
+async def _prepare(site: Site, request: PrepareRequest, token: FenceToken) -> PrepareReport:
     details = {"next_update": request.next_update, "epoch": request.epoch}
     async with timed(store_of(request.run), "placement", None, details):
-        return await beating(site.fleet.prepare(token, request), "prepare")
+        return await site.fleet.prepare(token, request)

@@ -45,6 +45,10 @@ async def publish(site: Site, request: PublishRequest, token: FenceToken) -> Pub
         ContractViolation: a replacement refused as well, or serves other bytes than were exported.
         ServiceUnreachable: the router did not answer; another attempt replaces it.
     """
+    return await beating(_publish(site, request, token), f"publish {request.version}")
+
+
+async def _publish(site: Site, request: PublishRequest, token: FenceToken) -> PublicationReport:
     store = store_of(request.run)
     spec = await asyncio.to_thread(spec_of, request.run)
     first = request.update == 0
@@ -53,9 +57,7 @@ async def publish(site: Site, request: PublishRequest, token: FenceToken) -> Pub
     trace = PublicationTrace(request.version, verbose=diagnostics_wanted(spec.launch.env))
     async with timed(store, stage, rollout_id, {"version": request.version}):
         with trace.watched():
-            report = await beating(
-                _publish(site, request, token, spec, trace), f"publish {request.version}"
-            )
+            report = await _make_live(site, request, token, spec, trace)
     await asyncio.to_thread(_append, store, request, report)
     site.tracker.log(
         request.run,
@@ -69,7 +71,7 @@ async def publish(site: Site, request: PublishRequest, token: FenceToken) -> Pub
     return report
 
 
-async def _publish(
+async def _make_live(
     site: Site, request: PublishRequest, token: FenceToken, spec: RunSpec, trace: PublicationTrace
 ) -> PublicationReport:
     run = request.run

@@ -36,6 +36,10 @@ async def snapshot(site: Site, request: SnapshotRequest, token: FenceToken) -> S
         StaleFence: the token's epoch does not own the root any more.
         StorageFull: no space is left for it.
     """
+    return await beating(_snapshot(site, request, token), f"snapshot {request.update}")
+
+
+async def _snapshot(site: Site, request: SnapshotRequest, token: FenceToken) -> SnapshotRef:
     store = store_of(request.run)
     trainer = site.fleet.trainer(request.run)
     rollout_id = request.update - 1 if request.update else None
@@ -46,8 +50,7 @@ async def snapshot(site: Site, request: SnapshotRequest, token: FenceToken) -> S
             trainer.progress,
             stalled=TrainerLost,
         )
-        copy = asyncio.to_thread(_take, store, request.update, weights, token)
-        return await beating(copy, f"snapshot {request.update}")
+        return await asyncio.to_thread(_take, store, request.update, weights, token)
 
 
 def find_snapshot(store: Store, update: int) -> SnapshotRef | None:

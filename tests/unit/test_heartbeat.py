@@ -113,3 +113,30 @@ async def test_cancellation_ends_the_call_before_the_activity() -> None:
     with pytest.raises(asyncio.CancelledError):
         await asyncio.wait_for(running, 5)
     assert ended.is_set()
+
+
+async def test_a_cancelled_call_is_joined_under_heartbeats() -> None:
+    """Else the server takes the activity for dead while its work still ends."""
+    activity, beats = environment(heartbeat_s=0.1)
+    began = asyncio.Event()
+    ended = False
+
+    async def work() -> None:
+        nonlocal ended
+        began.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            before = len(beats)
+            async with asyncio.timeout(5):
+                while len(beats) < before + 3:
+                    await asyncio.sleep(0.01)
+            ended = True
+
+    running = asyncio.create_task(activity.run(beating, work(), "collect 3"))
+    await asyncio.wait_for(began.wait(), 5)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert ended
+    assert beats[-1] == StageProgress(stage="collect 3", detail="ending")
