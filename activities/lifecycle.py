@@ -18,7 +18,8 @@ from activities.storage.commit import newest_checkpoint
 from activities.storage.lease import Owner, claim_epoch, current_epoch, read_owner, revoke_epoch
 from activities.storage.settled import is_settled
 from activities.storage.store import Store, free_bytes
-from configs.load import Loaded, comparable_sha256, resolve_document
+from configs.compare import differences, recorded_identity
+from configs.load import Loaded, resolve_document
 from configs.plan import build_plan, loop_plan
 from models.errors import ConfigurationError, StaleFence, StorageFull
 from models.ids import RunRef
@@ -136,13 +137,13 @@ def _check_identity(store: Store, loaded: Loaded, workflow_run_id: str) -> None:
             "there cannot be told; choose another output.root"
         )
     recorded = store.read_json(layout.RESOLVED_CONFIG)
-    before = comparable_sha256(recorded)
+    before = recorded_identity(recorded)
     # Before the first collection nothing depends on the run file that a new start would not redo.
     if before != loaded.identity and is_settled(store):
         raise ConfigurationError(
             f"the configuration changed: {store.root} was started with {before}, "
             f"{loaded.path} now means {loaded.identity} (different: "
-            f"{_differences(recorded, loaded)}); restore the run file, or choose another name and "
+            f"{differences(recorded, loaded)}); restore the run file, or choose another name and "
             "output.root for a new run"
         )
     state = store.read_json(layout.WORKFLOW_JSON)
@@ -157,23 +158,6 @@ def _check_identity(store: Store, loaded: Loaded, workflow_run_id: str) -> None:
             f"{store.root} holds a run in state {state.get('status')} and launch.auto_resume is "
             "false; set it to true to continue, or choose another output.root"
         )
-
-
-def _differences(recorded: dict[str, Any], loaded: Loaded) -> str:
-    """Dotted names of the first keys that differ, for the message."""
-    names = [
-        f"{table}.{key}" if isinstance(now, dict) else table
-        for table, now in loaded.document.items()
-        for key in (now if isinstance(now, dict) else (table,))
-        if _differs(recorded.get(table), now, key)
-    ]
-    return ", ".join(names[:5]) or "keys that this version does not know"
-
-
-def _differs(before: Any, now: Any, key: str) -> bool:
-    if isinstance(now, dict):
-        return not isinstance(before, dict) or before.get(key) != now[key]
-    return bool(before != now)
 
 
 def _register_attempt(

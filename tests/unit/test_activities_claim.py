@@ -131,6 +131,26 @@ async def test_a_changed_configuration_is_refused_with_both_digests(desk: Desk) 
     assert desk.store.read_json("run-spec.json")["optimizer"]["learning_rate"] == 1e-6
 
 
+async def test_a_run_file_that_an_older_version_recorded_means_the_defaults_of_new_keys(
+    desk: Desk,
+) -> None:
+    await desk.claim()
+    desk.store.write_json("rollouts/0000000.e1.json", {})
+    recorded = desk.store.read_json("run-spec.json")
+    del recorded["async"], recorded["core"]["publication_mode"], recorded["trainer"]["packing"]
+    desk.store.write_json("run-spec.json", recorded)
+    again = await desk.claim(run="r2")
+    assert again.epoch == 2
+    assert (
+        desk.store.read_json("run-spec.json")
+        == resolve_document(desk.document, origin="t").document
+    )
+    desk.store.write_json("run-spec.json", recorded)
+    asynchronous = {"fully_async": True}
+    with pytest.raises(ConfigurationError, match=r"\(different: async\.fully_async\)"):
+        await desk.claim(run="r3", **{"async": asynchronous})
+
+
 async def test_a_start_that_failed_while_preparing_may_be_corrected(desk: Desk) -> None:
     first = await desk.claim()
     failed = RunProgress(run=first.run, epoch=first.epoch, state=RunState.FAILED, error="no data")

@@ -71,7 +71,10 @@ async def test_a_run_is_followed_to_its_end_and_not_run_twice(
 async def test_a_complete_run_refuses_another_configuration(desk: Desk) -> None:
     await desk.run(desk.loaded())
     other = desk.loaded(training={"num_rollouts": 4})
-    with pytest.raises(ConfigurationError, match="is complete with another configuration"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"is complete with another configuration: .*\(different: training\.num_rollouts\)",
+    ):
         await desk.run(other)
 
 

@@ -9,7 +9,8 @@ from temporalio.client import Client
 from temporalio.exceptions import WorkflowAlreadyStartedError
 
 from activities.storage import layout
-from configs.load import Loaded
+from configs.compare import differences, recorded_identity
+from configs.load import Loaded, comparable_sha256
 from models.errors import ConfigurationError
 from models.run import RunOutcome, RunProgress, RunState
 from workers import ray_address
@@ -92,12 +93,14 @@ class Session:
         if running is None:
             progress = await progress_of(client, view.run_id)
             running = progress.run.spec_sha256 if progress and progress.run else None
-        mine = (self._loaded.identity, self._loaded.sha256)
-        if running is not None and running not in mine:
+        if running is None or running == self._loaded.sha256:
+            return
+        changed = self._changed(running, self._root_of(view))
+        if changed is not None:
             raise ConfigurationError(
                 f"{self._loaded.path}: {view.run_id} is running with another configuration: "
-                f"{running} there, {self._loaded.identity} here; give this one another name, or "
-                f"stop that one first: perdure stop {self._loaded.spec.name}"
+                f"{running} there, {self._loaded.identity} here{changed}; give this one another "
+                f"name, or stop that one first: perdure stop {self._loaded.spec.name}"
             )
 
     async def _finished(self, client: Client, view: RunView) -> Ending | None:
@@ -105,19 +108,38 @@ class Session:
         outcome = await outcome_of(client, view.run_id)
         if not isinstance(outcome, RunOutcome) or outcome.state is not RunState.COMPLETE:
             return None
-        root = str(view.memo.get("root") or self._loaded.spec.output.root)
+        root = self._root_of(view)
         if self._place.stack is not None and not artifacts.exists(root, layout.WORKFLOW_JSON):
             self._say(f"{view.run_id} was complete, but {root} is gone; it starts over")
             return None
         was = view.memo.get("identity_sha256")
-        if was is not None and was != self._loaded.identity:
+        changed = None if was is None else self._changed(was, root)
+        if changed is not None:
             raise ConfigurationError(
                 f"{self._loaded.path}: {view.run_id} is complete with another configuration: "
-                f"{was} then, {self._loaded.identity} now; "
+                f"{was} then, {self._loaded.identity} now{changed}; "
                 "give this one another name and output.root"
             )
         progress = await progress_of(client, view.run_id)
         return await gather_ending(client, view, progress, root)
+
+    def _root_of(self, view: RunView) -> str:
+        return str(view.memo.get("root") or self._loaded.spec.output.root)
+
+    def _changed(self, identity: str, root: str) -> str | None:
+        """None when ``identity`` means what the run file means; else the keys that differ.
+
+        The keys come from the run file that the root holds, where it is the one of ``identity``
+        and within reach; otherwise they are not named.
+        """
+        if identity == self._loaded.identity:
+            return None
+        recorded = artifacts.read_json(root, layout.RESOLVED_CONFIG)
+        if not isinstance(recorded, dict) or comparable_sha256(recorded) != identity:
+            return ""
+        if recorded_identity(recorded) == self._loaded.identity:
+            return None
+        return f" (different: {differences(recorded, self._loaded)})"
 
     async def _follow(self, client: Client) -> Ending:
         run_id = self._loaded.spec.run_id
