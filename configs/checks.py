@@ -18,6 +18,7 @@ from configs.optimizer_checks import decay_problems, rate_problems
 from configs.problem import Problem
 from configs.routing_checks import routing_problems
 from configs.run import RunSpec
+from configs.trainer_checks import process_problems
 
 _OWN_TASKS = ("reverse_word",)
 _OWN_FOLDERS = ("prepared", "rollouts", "checkpoints", "wandb")
@@ -38,7 +39,12 @@ def find_problems(spec: RunSpec) -> list[Problem]:
         *_evaluation(spec),
     ]
     if not spec.samples_per_collection % _batch(spec):
-        problems += [*decay_problems(spec), *_policy_gap(spec), *async_problems(spec)]
+        problems += [
+            *process_problems(spec),
+            *decay_problems(spec),
+            *_policy_gap(spec),
+            *async_problems(spec),
+        ]
     return problems
 
 

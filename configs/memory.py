@@ -125,7 +125,7 @@ def estimate(spec: RunSpec, shape: ModelShape) -> dict[str, int]:
     tokens = spec.inference.max_running_requests * spec.core.max_context_length
     per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * serving
     cache = min(tokens * per_token, spec.inference.kv_cache_mib << 20)
-    trainer = states + logits + _PROCESS_BYTES
+    trainer = states + spec.trainer.num_processes * (logits + _PROCESS_BYTES)
     engines = spec.inference.num_engines + has_background_evaluation(spec)
     groups = producer_bytes(spec)
     control = (1 + spec.fully_async) * _CONTROL_PROCESS_BYTES

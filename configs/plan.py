@@ -142,7 +142,7 @@ def _scoring_pass(spec: RunSpec) -> dict[str, Any]:
 def _allocation(spec: RunSpec) -> dict[str, Any]:
     return {
         "fleet": spec.launch.fleet,
-        "trainer_processes": 1,
+        "trainer_processes": spec.trainer.num_processes,
         "trainer_threads": spec.trainer.num_threads,
         "engine_processes": spec.inference.num_engines,
         "engine_threads": spec.inference.num_threads,

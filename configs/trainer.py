@@ -11,13 +11,20 @@ class TrainerSection(Section):
     """``[trainer]``."""
 
     backend: Literal["local"] = "local"
-    """Trainer back end: one process."""
+    """Trainer back end: PyTorch, in one process or in several of one host."""
+    num_processes: int = Field(default=1, ge=1)
+    """Processes that share every optimizer step and the memory of weights, gradients and optimizer;
+    must divide the samples of a step. With accelerators each process takes one."""
+    collective_timeout_s: float = Field(default=600.0, gt=0)
+    """How long a process waits for the others, at the start and at any point of the work, before
+    the trainer is given up and rebuilt."""
     attention: Literal["eager", "sdpa"] = "sdpa"
     """Attention kernel of the packed forward; eager is the faster one on CPU in bfloat16."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Arithmetic of forward and backward; master weights and optimizer states are float32."""
     num_threads: int | None = Field(default=None, ge=1)
-    """Torch threads; default: all cores when sequential, else its share."""
+    """Torch threads of each process; default: its share of all cores when sequential, else of half
+    of them."""
     packing: Literal["shared_prompt", "documents"] | None = None
     """How samples are laid out: a prompt once with all its responses, or every sample by itself,
     one after the other; default: documents for a mixture of experts, which needs them, else

@@ -135,10 +135,12 @@ def require_same_code(facts: ActorFacts, digest: str) -> None:
 
 
 def trainer_threads(spec: RunSpec, cores: int) -> int:
-    """Torch threads of the trainer: as asked, else all cores, or half when sampling overlaps."""
-    return spec.trainer.num_threads or (
-        max(1, cores // 2) if spec.samples_while_training else cores
-    )
+    """Torch threads of each trainer process: as asked, else its share of all cores.
+
+    Of half of them when sampling overlaps.
+    """
+    share = cores // 2 if spec.samples_while_training else cores
+    return spec.trainer.num_threads or max(1, share // spec.trainer.num_processes)
 
 
 def engine_threads(spec: RunSpec, cores: int) -> int:

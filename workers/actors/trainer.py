@@ -1,12 +1,19 @@
 """The trainer actor: a thin Ray shell around ``workers.trainers.guarded.GuardedTrainer``.
 
+With ``trainer.num_processes`` above 1 it is rank 0, and the other ranks are its child processes on
+the same host; a trainer over several hosts is not there yet. The end of one rank is the actor's.
+
 Two concurrency groups: ``work`` has one thread, so mutating calls never overlap and torch always
 computes in the same thread; ``peek`` answers during one.
 """
 
+import os
+import threading
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import ray
+import structlog
 
 from activities.site import spec_of, store_of
 from activities.storage import layout
@@ -18,13 +25,29 @@ from models.ports import StageProgress
 from models.publication import WeightsRef
 from models.rollout import RolloutCollection
 from models.update import UpdateReport
-from workers.actors.order import ActorFacts, ActorOrder, describe, enter, num_cores, trainer_threads
+from workers.actors.order import (
+    ActorFacts,
+    ActorOrder,
+    describe,
+    enter,
+    inherited,
+    num_cores,
+    trainer_threads,
+)
+from workers.actors.server import LOGS
 
 if TYPE_CHECKING:
+    from activities.storage.store import Store
+    from workers.trainers.gang import Gang
     from workers.trainers.guarded import GuardedTrainer
     from workers.trainers.local import LocalTrainer
+    from workers.trainers.ranks import Ranks
 
 CONCURRENCY_GROUPS = {"work": 1, "peek": 2}
+FAREWELL_S = 1.0
+"""After the loss of a rank the running call may still say so; then the actor ends."""
+
+_log = structlog.get_logger(__name__)
 
 
 class TrainerActor:
@@ -36,6 +59,7 @@ class TrainerActor:
         enter(order, self._spec, trainer_threads(self._spec, num_cores()))
         self._trainer: LocalTrainer | None = None
         self._guarded: GuardedTrainer | None = None
+        self._gang: Gang | None = None
         self._broken = False
 
     @ray.method(concurrency_group="work")
@@ -48,11 +72,14 @@ class TrainerActor:
         from workers.trainers.contract_file import ContractFile
         from workers.trainers.guarded import GuardedTrainer
         from workers.trainers.local import LocalTrainer
+        from workers.trainers.ranks import concluded
 
         store = store_of(self._order.run)
         model_dir = store.local_path(layout.PREPARED_MODEL)
-        trainer = LocalTrainer(self._spec, model_dir, ContractFile(store))
-        guarded = GuardedTrainer(trainer, store)
+        ranks = self._join(store)
+        with concluded(ranks):
+            trainer = LocalTrainer(self._spec, model_dir, ContractFile(store), ranks)
+        guarded = GuardedTrainer(trainer, store, self._gang)
         if folder is not None and clock is not None:
             guarded.restore(FenceToken(epoch=epoch, update=0, attempt=0), folder, clock)
         guarded.revoke(epoch - 1)
@@ -128,13 +155,41 @@ class TrainerActor:
         last = trainer.last_report
         return describe(
             self._order,
-            serving=not self._broken,
+            serving=not self._broken and (self._gang is None or self._gang.alive),
             next_update=trainer.next_update,
             last_batch_sha256=last.batch_sha256 if last else None,
             policy_version=trainer.policy_version,
         )
 
+    def _join(self, store: "Store") -> "Ranks":
+        """Start the other ranks, if there are any, and meet them."""
+        from workers.trainers.gang import Gang, RankOrder
+        from workers.trainers.process_ranks import join_ranks
+        from workers.trainers.ranks import SingleRank
+
+        section, scratch = self._spec.trainer, Path(self._order.scratch)
+        if section.num_processes == 1:
+            return SingleRank()
+        order = RankOrder(
+            run=self._order.run,
+            rank=0,
+            world=section.num_processes,
+            rendezvous=str(scratch / f"trainer-ranks.{os.getpid()}"),
+            timeout_s=section.collective_timeout_s * self._order.timeout_factor,
+        )
+        logs = store.local_path(LOGS) if store.is_local else scratch
+        # enter() has set this process's environment: the other ranks compute in the same
+        self._gang = Gang.start(order, inherited({}), logs, _end_with_rank)
+        return join_ranks(Path(order.rendezvous), 0, order.world, order.timeout_s)
+
     def _ready(self) -> "GuardedTrainer":
         if self._guarded is None:
             raise TrainerLost(f"the trainer of {self._order.run.run_id} has not finished starting")
         return self._guarded
+
+
+def _end_with_rank(reason: str) -> None:
+    """A rank is lost: this process ends, wherever its other threads are."""
+    _log.error("the trainer ends with its rank", reason=reason)
+    threading.Event().wait(FAREWELL_S)
+    os._exit(1)

@@ -81,7 +81,7 @@ class ServerProcess:
         with command.log_path.open("ab") as log:
             start = log.tell()
             child = await asyncio.create_subprocess_exec(
-                *_leashed(command.argv),
+                *leashed(command.argv),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -171,7 +171,7 @@ def read_tail(path: Path, start: int = 0, lines: int = LOG_LINES) -> str:
     return "\n".join(text.splitlines()[-lines:])
 
 
-def _leashed(argv: Sequence[str]) -> tuple[str, ...]:
+def leashed(argv: Sequence[str]) -> tuple[str, ...]:
     """``argv`` run by a launcher that binds it to the life of this process."""
     return (sys.executable, "-I", "-S", str(leash.__file__), str(os.getpid()), *argv)
 

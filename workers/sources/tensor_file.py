@@ -8,7 +8,7 @@ the file's dtype differs from the model's.
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,19 @@ _DTYPE_NAMES = {
 
 
 def write_tensors(
-    path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    dtype: torch.dtype | None = None,
+    data: Iterable[tuple[str, Tensor]] | None = None,
 ) -> dict[str, str]:
     """Write ``tensors`` to ``path``, floating ones as ``dtype`` (default: their own).
+
+    Args:
+        path: The file; replaced.
+        tensors: What the file holds, in its order.
+        dtype: Type of floating tensors in the file.
+        data: The same tensors in the same order, asked for one at a time; then ``tensors`` may be
+            without data. Default: ``tensors``.
 
     Returns:
         Name -> xxh3_64 hex of the bytes as written.
@@ -43,13 +53,23 @@ def write_tensors(
     checksums: dict[str, str] = {}
     with path.open("wb") as file:
         file.write(_header(tensors, target))
-        for name, tensor in tensors.items():
-            data = _bytes_of(tensor, target[name])
-            checksums[name] = xxhash.xxh3_64_hexdigest(data)
-            file.write(data)
+        for name, tensor in tensors.items() if data is None else data:
+            content = bytes_of(tensor, target[name])
+            checksums[name] = xxhash.xxh3_64_hexdigest(content)
+            file.write(content)
         file.flush()
         os.fsync(file.fileno())
     return checksums
+
+
+def tensor_checksums(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> dict[str, str]:
+    """What ``write_tensors`` would return for ``tensors`` in ``dtype``; writes nothing."""
+    return {
+        name: xxhash.xxh3_64_hexdigest(
+            bytes_of(tensor, dtype if tensor.is_floating_point() else tensor.dtype)
+        )
+        for name, tensor in tensors
+    }
 
 
 def _header(tensors: Mapping[str, Tensor], target: Mapping[str, torch.dtype]) -> bytes:
@@ -69,7 +89,7 @@ def _header(tensors: Mapping[str, Tensor], target: Mapping[str, torch.dtype]) ->
     return len(body).to_bytes(8, "little") + body
 
 
-def _bytes_of(tensor: Tensor, dtype: torch.dtype) -> Any:
+def bytes_of(tensor: Tensor, dtype: torch.dtype) -> Any:
     """The tensor's elements in row-major order as a buffer of bytes."""
     flat = tensor.detach().to(device="cpu", dtype=dtype).contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy()

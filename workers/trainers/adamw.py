@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 from configs.training import OptimizerSection
 from models.errors import NonFiniteLoss
+from workers.trainers.ranks import Ranks
+from workers.trainers.shards import local_part
 
 _SLICE = 1 << 20  # elements: temporaries of this size stay in the processor's cache
 
@@ -26,8 +28,13 @@ def build_optimizer(
     )
 
 
-def clip_gradients(parameters: Sequence[nn.Parameter], limit: float) -> float:
+def clip_gradients(parameters: Sequence[nn.Parameter], limit: float, ranks: Ranks) -> float:
     """Scale gradients so that their global L2 norm is at most ``limit`` (0: leave them).
+
+    Args:
+        parameters: whole with one rank, else each rank's parts.
+        limit: of the norm over all ranks.
+        ranks: who holds the other parts.
 
     Returns:
         The norm before clipping.
@@ -35,8 +42,8 @@ def clip_gradients(parameters: Sequence[nn.Parameter], limit: float) -> float:
     Raises:
         NonFiniteLoss: the norm is NaN or infinite; nothing was changed.
     """
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = float(torch.nn.utils.get_total_norm(gradients, foreach=True))
+    gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
+    norm = _joint_norm(float(torch.nn.utils.get_total_norm(gradients, foreach=True)), ranks)
     if not math.isfinite(norm):
         raise NonFiniteLoss(f"the gradient norm is {norm}; the optimizer step was not taken")
     if 0 < limit < norm:
@@ -45,8 +52,8 @@ def clip_gradients(parameters: Sequence[nn.Parameter], limit: float) -> float:
 
 
 @torch.no_grad()
-def last_step_norm(optimizer: torch.optim.AdamW) -> float:
-    """L2 norm of the step that was just taken, recomputed from the optimizer's state.
+def last_step_norm(optimizer: torch.optim.AdamW, ranks: Ranks) -> float:
+    """L2 norm of the step that all ranks just took, recomputed from the optimizer's state.
 
     With bias-corrected moments m and v: step = lr * m / (sqrt(v) + eps), and with decay w the old
     parameter q = (p + step) / (1 - lr * w) moved by lr * w * q as well.
@@ -63,9 +70,9 @@ def last_step_norm(optimizer: torch.optim.AdamW) -> float:
             rate = group["lr"] / (1 - beta1**steps)
             correction = math.sqrt(1 - beta2**steps)
             slices = zip(
-                parameter.reshape(-1).split(_SLICE),
-                state["exp_avg"].reshape(-1).split(_SLICE),
-                state["exp_avg_sq"].reshape(-1).split(_SLICE),
+                local_part(parameter).reshape(-1).split(_SLICE),
+                local_part(state["exp_avg"]).reshape(-1).split(_SLICE),
+                local_part(state["exp_avg_sq"]).reshape(-1).split(_SLICE),
                 strict=True,
             )
             for p, m, v in slices:
@@ -73,7 +80,14 @@ def last_step_norm(optimizer: torch.optim.AdamW) -> float:
                 if decay:
                     moved = moved + (p + moved) * (decay / (1 - decay))
                 total += float(torch.linalg.vector_norm(moved)) ** 2
-    return math.sqrt(total)
+    return _joint_norm(math.sqrt(total), ranks)
+
+
+def _joint_norm(own: float, ranks: Ranks) -> float:
+    """L2 norm of the parts of all ranks, from that of this rank's part."""
+    if ranks.world == 1:
+        return own
+    return math.sqrt(float(ranks.all_reduce_sum(torch.tensor(own, dtype=torch.float64) ** 2)))
 
 
 def _slice_step(m: Tensor, v: Tensor, rate: float, correction: float, eps: float) -> Tensor:

@@ -2,6 +2,8 @@
 
 import json
 import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,10 +12,16 @@ import torch
 import transformers
 from torch import Tensor
 
+from activities.storage.atomic import storage_errors
 from models.errors import ContractViolation
 from models.evaluation import ExportReport
+from workers.sources.expert_names import file_weights
 from workers.sources.folders import staged
+from workers.sources.tensor_file import tensor_checksums
 from workers.trainers.load import load_model
+from workers.trainers.logprobs import Scorer
+from workers.trainers.ranks import Ranks, agreed
+from workers.trainers.shards import gathered
 from workers.trainers.weights import fill_model_folder, named_weights
 
 COMPLETE = ".complete"
@@ -38,38 +46,63 @@ def export_hf(
     *,
     policy_version: int,
     uri: str,
+    scorer: Scorer,
+    ranks: Ranks,
 ) -> ExportReport:
     """Write ``folder`` (made exclusively) in the prepared model's own dtype and prove it loads.
 
     A finished export that is there already is proved again: it must hold these very weights.
 
     Every re-loaded parameter must equal the trainer's, cast, bit for bit; the logits on probe
-    tokens are compared in float32, the trainer's master weights against the re-loaded folder.
+    tokens are compared, the trainer's master weights against the re-loaded folder. The first rank
+    does it; the others give it their parts and their share of the logits.
 
     Raises:
         ContractViolation: ``folder`` is something else, or what was re-loaded differs.
     """
     started = time.perf_counter()
-    dtype = _companion_dtype(companions)
+    own = scorer.plain_logits(torch.tensor(probe.prompt_ids[:_PROBE_TOKENS]))
+    described = ""
+    family = model.config.model_type
+    with agreed(ranks), storage_errors(uri), gathered(named_weights(model), family) as data:
+        if ranks.rank == 0:
+            dtype = _companion_dtype(companions)
+            exact = dtype == torch.float32 and (ranks.world == 1 or scorer.dtype == torch.float32)
+            with _filled(model, companions, folder, dtype, data) as (filled, checksums):
+                difference, answer = _prove(filled, checksums, probe, dtype, own, exact=exact)
+            described = ExportReport(
+                uri=uri,
+                policy_version=policy_version,
+                num_bytes=sum(p.stat().st_size for p in folder.iterdir()),
+                num_parameters=sum(p.numel() for p in model.parameters()),
+                max_abs_logit_difference=difference,
+                answer=answer,
+                question=probe.question,
+                seconds=time.perf_counter() - started,
+            ).model_dump_json()
+    return ExportReport.model_validate_json(ranks.exchange(described)[0])
+
+
+@contextmanager
+def _filled(
+    model: Any,
+    companions: Path,
+    folder: Path,
+    dtype: torch.dtype,
+    data: Iterable[tuple[str, Tensor]],
+) -> Iterator[tuple[Path, dict[str, str]]]:
+    """Where the export is, to be proved, and the checksums of the trainer's tensors as cast.
+
+    A new one is renamed to ``folder`` when the block ends well.
+    """
     if (folder / COMPLETE).exists():
-        difference, answer = _prove(model, folder, probe, dtype)
+        yield folder, tensor_checksums(data, dtype)
     elif folder.exists():
         raise ContractViolation(f"{folder} exists and is not a finished export; remove it first")
     else:
         with staged(folder) as stage:
-            fill_model_folder(model, companions, stage, dtype)
-            difference, answer = _prove(model, stage, probe, dtype)
+            yield stage, fill_model_folder(model, companions, stage, dtype, data)
             (stage / COMPLETE).touch()
-    return ExportReport(
-        uri=uri,
-        policy_version=policy_version,
-        num_bytes=sum(p.stat().st_size for p in folder.iterdir()),
-        num_parameters=sum(p.numel() for p in model.parameters()),
-        max_abs_logit_difference=difference,
-        answer=answer,
-        question=probe.question,
-        seconds=time.perf_counter() - started,
-    )
 
 
 def _companion_dtype(companions: Path) -> torch.dtype:
@@ -80,36 +113,42 @@ def _companion_dtype(companions: Path) -> torch.dtype:
     return dtype
 
 
-def _prove(model: Any, folder: Path, probe: ExportProbe, dtype: torch.dtype) -> tuple[float, str]:
+def _prove(
+    folder: Path,
+    checksums: dict[str, str],
+    probe: ExportProbe,
+    dtype: torch.dtype,
+    own: Tensor,
+    *,
+    exact: bool,
+) -> tuple[float, str]:
     """Re-load ``folder`` and compare; returns the largest logit gap and the greedy answer."""
     loaded = load_model(folder)
-    _compare_weights(model, loaded, dtype, folder)
+    _compare_weights(checksums, loaded, dtype, folder)
     ids = torch.tensor([list(probe.prompt_ids[:_PROBE_TOKENS])])
-    device = next(model.parameters()).device
     with torch.no_grad():
-        own: Tensor = model(input_ids=ids.to(device), use_cache=False).logits.cpu()
-        again: Tensor = loaded(input_ids=ids, use_cache=False).logits
+        again: Tensor = loaded(input_ids=ids, use_cache=False).logits[0]
     difference = float((own - again).abs().max())
     limit = _FLOAT32_TOLERANCE * max(1.0, float(own.abs().max()))
-    if not difference < (limit if dtype == torch.float32 else float("inf")):
+    if not difference < (limit if exact else float("inf")):
         raise ContractViolation(
             f"{folder}: re-loaded logits differ by {difference:.3g}, more than {limit:.3g}"
         )
     return difference, _greedy_answer(loaded, folder, probe)
 
 
-def _compare_weights(model: Any, loaded: Any, dtype: torch.dtype, folder: Path) -> None:
+def _compare_weights(
+    checksums: dict[str, str], loaded: Any, dtype: torch.dtype, folder: Path
+) -> None:
     """Every re-loaded tensor equals the trainer's as cast for the file."""
-    ours, theirs = named_weights(model), named_weights(loaded)
-    if ours.keys() != theirs.keys():
+    weights = file_weights(named_weights(loaded), loaded.config.model_type)
+    theirs = tensor_checksums(weights.items(), dtype)
+    if checksums.keys() != theirs.keys():
         raise ContractViolation(
-            f"{folder}: tensors differ: {sorted(ours.keys() ^ theirs.keys())[:3]}"
+            f"{folder}: tensors differ: {sorted(checksums.keys() ^ theirs.keys())[:3]}"
         )
-    for name, tensor in ours.items():
-        expected = tensor.detach().cpu()
-        if expected.is_floating_point():
-            expected = expected.to(dtype).float()
-        if not torch.equal(expected, theirs[name].detach()):
+    for name, checksum in checksums.items():
+        if theirs[name] != checksum:
             raise ContractViolation(f"{folder}: {name} was re-loaded with other values")
 
 

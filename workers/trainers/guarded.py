@@ -9,9 +9,9 @@ import shutil
 import tempfile
 import threading
 from pathlib import Path
+from typing import TypeVar
 
 from activities.fencing import FenceGuard
-from activities.rollout.collection_file import read_collection
 from activities.storage.atomic import storage_errors
 from activities.storage.store import Store
 from models.checkpoint import CheckpointFile, PolicyClock
@@ -23,10 +23,13 @@ from models.publication import WeightsRef
 from models.rollout import RolloutCollection
 from models.update import UpdateReport
 from workers.sources.prompts import load_prompts
+from workers.trainers.commands import Command, ExportModel, ExportWeights, Load, Optimize, Save
 from workers.trainers.export import ExportProbe
+from workers.trainers.gang import Gang
 from workers.trainers.local import LocalTrainer
-from workers.trainers.state import STATE_FILES
 from workers.trainers.weights import own_exports
+
+T = TypeVar("T")
 
 _KEPT_EXPORTS = 2  # engines may still be reading the one before the newest
 
@@ -34,7 +37,9 @@ _KEPT_EXPORTS = 2  # engines may still be reading the one before the newest
 class GuardedTrainer:
     """Fence, idempotency and file placement around a trainer. All methods block."""
 
-    def __init__(self, trainer: LocalTrainer, store: Store) -> None:
+    def __init__(self, trainer: LocalTrainer, store: Store, gang: Gang | None = None) -> None:
+        """``gang``: the trainer's other ranks; they are told of everything that is admitted."""
+        self._gang = gang
         self._trainer = trainer
         self._store = store
         self._fence = FenceGuard("trainer")
@@ -90,8 +95,7 @@ class GuardedTrainer:
                     f"update {update} with the collection of update {collection.update} asked for, "
                     f"the trainer's next update is {self._trainer.next_update}"
                 )
-            groups = read_collection(self._store, collection)
-            return self._trainer.optimize(update, collection.sha256, groups)
+            return self._lead(Optimize(update=update, collection=collection))
 
     def export_weights(self, token: FenceToken, version: int) -> WeightsRef:
         """Write the weights of ``version`` for engines; the two newest exports are kept."""
@@ -102,7 +106,7 @@ class GuardedTrainer:
                 return newest
             folder = self._export_folder() / f"v{version:07d}"
             with storage_errors(str(folder)):
-                ref = self._trainer.export_weights(version, folder)
+                ref = self._lead(ExportWeights(version=version, folder=str(folder)))
             kept = [*self._exports, ref]
             self._exports = kept[-_KEPT_EXPORTS:]
             for old in kept[:-_KEPT_EXPORTS]:
@@ -115,9 +119,9 @@ class GuardedTrainer:
             self._fence.admit(token)
             with storage_errors(folder):
                 if self._store.is_local:
-                    return self._trainer.save(self._store.local_path(folder))
+                    return self._lead(Save(folder=str(self._store.local_path(folder))))
                 with tempfile.TemporaryDirectory(prefix="perdure-save-") as scratch:
-                    files = self._trainer.save(Path(scratch))
+                    files = self._lead(Save(folder=scratch))
                     for file in files:
                         self._store.put_file(Path(scratch) / file.path, f"{folder}/{file.path}")
                     return files
@@ -128,12 +132,12 @@ class GuardedTrainer:
             self._fence.admit(token)
             self._drop_exports()
             if self._store.is_local:
-                self._trainer.load(self._store.local_path(folder), clock)
+                self._lead(Load(folder=str(self._store.local_path(folder)), clock=clock))
                 return
             with tempfile.TemporaryDirectory(prefix="perdure-restore-") as scratch:
-                for name in STATE_FILES:
+                for name in self._store.list(folder):
                     self._store.get_file(f"{folder}/{name}", Path(scratch) / name)
-                self._trainer.load(Path(scratch), clock)
+                self._lead(Load(folder=scratch, clock=clock))
 
     def export(self, token: FenceToken, uri: str) -> ExportReport:
         """Write the Hugging Face folder ``uri`` (relative to the root), re-load and compare it."""
@@ -146,12 +150,21 @@ class GuardedTrainer:
             return self._final_exports[key]
 
     def close(self) -> None:
-        """Remove this process's exports."""
+        """Remove this process's exports and end the other ranks."""
         with self._lock:
+            if self._gang is not None:
+                self._gang.close()
             self._drop_exports()
             if self._export_base is not None:
                 shutil.rmtree(self._export_base, ignore_errors=True)
                 self._export_base = None
+
+    def _lead(self, command: Command[T]) -> T:
+        """Do what was admitted, with all ranks."""
+        if self._gang is None:
+            return command.run(self._trainer, self._store)
+        with self._gang.told(command.model_dump_json()):
+            return command.run(self._trainer, self._store)
 
     def _export_folder(self) -> Path:
         """This process's folder for exports, chosen once: it must hold the kept ones and a new."""
@@ -163,10 +176,11 @@ class GuardedTrainer:
     def _export(self, uri: str) -> ExportReport:
         probe = self._probe()
         if self._store.is_local:
-            return self._trainer.export_hf(self._store.local_path(uri), probe, uri)
+            folder = self._store.local_path(uri)
+            return self._lead(ExportModel(folder=str(folder), probe=probe, uri=uri))
         with tempfile.TemporaryDirectory(prefix="perdure-export-") as scratch:
             folder = Path(scratch) / "hf"
-            report = self._trainer.export_hf(folder, probe, uri)
+            report = self._lead(ExportModel(folder=str(folder), probe=probe, uri=uri))
             # hidden names sort first; the completion marker must be uploaded last
             for path in sorted(folder.iterdir(), key=lambda p: p.name.startswith(".")):
                 self._store.put_file(path, f"{uri}/{path.name}")

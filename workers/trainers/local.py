@@ -41,6 +41,7 @@ from workers.trainers.routing import Routing
 from workers.trainers.routing_events import record_load, record_replay
 from workers.trainers.row_layout import RowLayout
 from workers.trainers.schedule import LearningRate
+from workers.trainers.sharded import shard
 from workers.trainers.state import TrainerState, read_state, write_state
 from workers.trainers.step_event import OPTIMIZER, PACKING, optimizer_event, packing_event
 from workers.trainers.step_loss import StepLoss, UpdateTokens
@@ -76,7 +77,7 @@ class LocalTrainer:
             torch.set_num_threads(spec.trainer.num_threads)
         self.spec = spec
         self.model_dir = model_dir
-        self._ranks = ranks or SingleRank()
+        self.ranks = ranks or SingleRank()
         self.next_update = 0
         self.policy_version = 0
         self.last_report: UpdateReport | None = None
@@ -93,8 +94,8 @@ class LocalTrainer:
         self._judge = Judge.of(
             spec,
             self.model.config,
-            self._ranks,
-            contract or ContractFile(Store(spec.output.root), self._ranks.rank),
+            self.ranks,
+            contract or ContractFile(Store(spec.output.root), self.ranks.rank),
             self._scorer,
             None if reference is None else self._scorer_of(reference),
         )
@@ -134,7 +135,7 @@ class LocalTrainer:
         started, cpu = time.perf_counter(), time.process_time()
         seed = update_seed(self.spec.data.seed, update)
         torch.manual_seed(seed)
-        with agreed(self._ranks):
+        with agreed(self.ranks):
             batch = self._accept(groups)
             lag = batch.versions.lag(self.policy_version, self.spec.max_group_age)
         keep_tied = self._judge.settings.needs_every_sample
@@ -170,7 +171,7 @@ class LocalTrainer:
             )
         self._progress = StageProgress(stage="export weights", detail=f"version {version}")
         dtype = getattr(torch, self.spec.inference.dtype)
-        ref = export_weights(self.model, self.model_dir, version, folder, dtype)
+        ref = export_weights(self.model, self.model_dir, version, folder, dtype, self.ranks)
         self._published_step = version
         self._progress = StageProgress(stage="idle", detail=f"exported version {version}")
         return ref
@@ -185,7 +186,7 @@ class LocalTrainer:
             next_rollout_id=self.next_update,
         )
         state = TrainerState(clock=clock, last_report=self.last_report)
-        files = write_state(folder, self.model, self._optimizer, state)
+        files = write_state(folder, self.model, self._optimizer, state, self.ranks)
         self._progress = StageProgress(stage="idle", detail=f"saved {folder.name}")
         return files
 
@@ -195,7 +196,7 @@ class LocalTrainer:
         Raises:
             ContractViolation: another clock, or files that do not fit the model.
         """
-        state = read_state(folder, self.model, self._optimizer)
+        state = read_state(folder, self.model, self._optimizer, self.ranks)
         own = (state.clock.completed_steps, state.clock.next_rollout_id)
         if own != (clock.completed_steps, clock.next_rollout_id):
             raise ContractViolation(
@@ -218,13 +219,16 @@ class LocalTrainer:
             probe,
             policy_version=self.policy_version,
             uri=uri,
+            scorer=self._scorer,
+            ranks=self.ranks,
         )
         self._progress = StageProgress(stage="idle", detail=f"exported {uri}")
         return report
 
     def _scorer_of(self, model: Any, routing: Routing | None = None) -> Scorer:
         chunk = self.spec.trainer.logprob_chunk_tokens
-        return Scorer.of(model, self.spec.inference.temperature, chunk, self._dtype, routing)
+        body = shard(model, self._dtype) if self.ranks.world > 1 else None
+        return Scorer.of(model, self.spec.inference.temperature, chunk, self._dtype, routing, body)
 
     def _accept(self, groups: Sequence[SampleGroup]) -> TrainingBatch:
         batch = TrainingBatch.of(groups)
@@ -258,7 +262,7 @@ class LocalTrainer:
                 stage=f"optimize {self.next_update}", done=index, total=len(works)
             )
             started = time.perf_counter()
-            with agreed(self._ranks):
+            with agreed(self.ranks):
                 rest = len(works) - 1 - index
                 tokens.batch.versions.lag(self.policy_version, self.spec.max_policy_lag - rest)
             counts = self._count(tokens.batch, work)
@@ -287,14 +291,14 @@ class LocalTrainer:
             metrics |= record_load(
                 self._judge, step=self.policy_version, rollout_id=self.next_update
             )
-            tally.add_packs(len(work.micros), len(work.scored))
+            tally.add_packs(work.num_packs, len(work.scored))
         return compared | metrics
 
     def _work(self, batch: TrainingBatch, plan: StepPlan) -> StepWork:
         """This rank's share of an optimizer step."""
-        with agreed(self._ranks):
-            own = plan.share(self._ranks.rank, self._ranks.world)
-        micros = self._layout.micro_batches(batch, own, self._ranks)
+        with agreed(self.ranks):
+            own = plan.share(self.ranks.rank, self.ranks.world)
+        micros = self._layout.micro_batches(batch, own, self.ranks)
         return StepWork(own.members, own.active, micros)
 
     def _packing(self, work: StepWork) -> dict[str, Any]:
@@ -303,8 +307,8 @@ class LocalTrainer:
 
     def _count(self, batch: TrainingBatch, work: StepWork) -> Normalization:
         """What the step is divided by, over all ranks."""
-        counts = Normalization.of(batch, work.members, work.scored, work.model_tokens, self._ranks)
-        with agreed(self._ranks):
+        counts = Normalization.of(batch, work.members, work.scored, work.model_tokens, self.ranks)
+        with agreed(self.ranks):
             counts.check(self.spec.samples_per_step, self.policy_version + 1)
         return counts
 
@@ -348,14 +352,14 @@ class LocalTrainer:
 
     def _token_metrics(self, tally: UpdateTally, seconds: float) -> dict[str, float]:
         """What the loss saw, over all ranks."""
-        tally.reduce(self._ranks)
+        tally.reduce(self.ranks)
         settings = self._judge.settings
         rows = tally.metrics(uses_tis=settings.use_tis, uses_kl=settings.kl_coef != 0)
         if self._scorer.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self._scorer.device)
             rows["train/packing/rank0_peak_allocated_bytes"] = float(peak)
         active = rows["train/active_response_tokens"]
-        return rows | rate_metrics(tally.model_tokens, active, seconds, self._ranks.world)
+        return rows | rate_metrics(tally.model_tokens, active, seconds, self.ranks.world)
 
     def _report(self, update: int, digest: str, steps: int, started: float) -> UpdateReport:
         return UpdateReport(

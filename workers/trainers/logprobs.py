@@ -10,6 +10,7 @@ p = softmax(z), H = -sum(p log p):
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from workers.trainers.document_attention import BLOCKS, DocumentBlocks, takes_bl
 from workers.trainers.packing import MicroBatch
 from workers.trainers.replay_check import Phase
 from workers.trainers.routing import Routing
+from workers.trainers.sharded import ShardedBody
 
 _SLICE_ELEMENTS = 1 << 21  # float32 temporaries of this size stay in the processor's cache
 
@@ -52,16 +54,18 @@ class Scorer:
         chunk_tokens: int,
         dtype: torch.dtype,
         routing: Routing | None = None,
+        body: ShardedBody | None = None,
     ) -> "Scorer":
         """Split a transformers causal LM into its base model and its output embeddings.
 
         Without ``routing`` a mixture of experts goes by its own routers and nobody counts.
+        ``body``: of a model that is dealt to several ranks. Then every call is one of all ranks.
         """
         head = model.get_output_embeddings()
+        called = model.base_model if body is None else body
         device = head.weight.device
-        body = model.base_model
         return cls(
-            body,
+            called,
             head,
             temperature,
             chunk_tokens,
@@ -75,7 +79,7 @@ class Scorer:
         """Log-probs and entropies [N] in float32 of the batch's tokens, without gradients."""
         batch = batch.to(self.device)
         replayed = self.routing.micro_batch(batch, Phase.SCORING)
-        with torch.no_grad(), self._autocast(), replayed:
+        with self._released(), torch.no_grad(), self._autocast(), replayed:
             hidden = self._hidden(batch)
             pieces = [
                 _log_softmax_stats(self.head(h), targets, self.temperature)[:2]
@@ -92,18 +96,32 @@ class Scorer:
         """Chunks of (logits [n, V] before the temperature, targets [n], token index [n])."""
         batch = batch.to(self.device)
         replayed = self.routing.micro_batch(batch, Phase.SCORING)
-        with torch.no_grad(), self._autocast(), replayed:
-            hidden = self._hidden(batch)
-        chunks = zip(
-            hidden.split(self.chunk_tokens),
-            batch.targets.split(self.chunk_tokens),
-            batch.token_index.split(self.chunk_tokens),
-            strict=True,
-        )
-        for h, targets, index in chunks:
-            with torch.no_grad(), self._autocast():
-                logits = self.head(h)
-            yield logits, targets, index
+        with self._released():
+            with torch.no_grad(), self._autocast(), replayed:
+                hidden = self._hidden(batch)
+            chunks = zip(
+                hidden.split(self.chunk_tokens),
+                batch.targets.split(self.chunk_tokens),
+                batch.token_index.split(self.chunk_tokens),
+                strict=True,
+            )
+            for h, targets, index in chunks:
+                with torch.no_grad(), self._autocast():
+                    logits = self.head(h)
+                yield logits, targets, index
+
+    def plain_logits(self, ids: Tensor) -> Tensor:
+        """Logits [T, V] in CPU memory of one sequence ``ids`` [T] as it is, without gradients.
+
+        In the master weights' float32, unless other ranks hold a part of them: what those send is
+        in the compute dtype.
+        """
+        sharded = isinstance(self.body, ShardedBody)
+        exact = torch.autocast(self.device.type, enabled=False)
+        with self._released(), torch.no_grad(), self._autocast() if sharded else exact:
+            out = self.body(input_ids=ids[None].to(self.device), use_cache=False)
+            logits: Tensor = self.head(out.last_hidden_state[0])
+            return logits.cpu()
 
     def backward(self, batch: MicroBatch, loss: ChunkLoss, look: Look | None = None) -> None:
         """Add the gradient of ``loss`` to the parameters.
@@ -188,6 +206,15 @@ class Scorer:
                         self.temperature,
                     )
                 )
+
+    @contextmanager
+    def _released(self) -> Iterator[None]:
+        """Forwards that no backward follows: what they gathered from other ranks is dropped."""
+        try:
+            yield
+        finally:
+            if isinstance(self.body, ShardedBody):
+                self.body.release()
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(

@@ -52,7 +52,7 @@ class OptimizerStep:
             self._refuse_frozen()
         norm, error = 0.0, None
         try:
-            norm = clip_gradients(self._parameters, self._limit)
+            norm = clip_gradients(self._parameters, self._limit, self._judge.ranks)
         except NonFiniteLoss as raised:
             error = raised
         self.refuse_rejected(error, completed_steps, rollout_id)
@@ -64,7 +64,7 @@ class OptimizerStep:
             group["lr"] = rate
         self.optimizer.step()
         self.clear()
-        return last_step_norm(self.optimizer)
+        return last_step_norm(self.optimizer, self._judge.ranks)
 
     def refuse_rejected(
         self, error: NonFiniteLoss | None, completed_steps: int, rollout_id: int

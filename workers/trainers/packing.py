@@ -64,6 +64,11 @@ class MicroBatch:
     """Expert routes of the documents of a pack, one after the other, as engines returned them."""
 
     @property
+    def is_filler(self) -> bool:
+        """Whether nothing of it counts; see ``filler``."""
+        return self.num_model_tokens == 0
+
+    @property
     def num_input_tokens(self) -> int:
         """Real tokens that are fed to the model."""
         return int((self.segments != _PADDING).sum())
@@ -93,6 +98,17 @@ class MicroBatch:
             document_lengths=self.document_lengths,
             route_tables=self.route_tables,
         )
+
+
+def filler() -> MicroBatch:
+    """One token that predicts nothing: gradients of zero.
+
+    A rank that has fewer micro-batches than another computes fillers, because the weights that
+    both hold in parts are gathered by both.
+    """
+    nothing = torch.zeros(0, dtype=torch.long)
+    token = torch.zeros(1, 1, dtype=torch.long)
+    return MicroBatch(token, token, token, nothing, nothing, nothing, num_model_tokens=0)
 
 
 def input_length(response_ids: Sequence[int]) -> int:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from configs.run import RunSpec
+from workers.trainers.shards import local_part
 
 ROUTER, EXPERT, DENSE = "router", "expert", "dense"
 _SAMPLES = 256
@@ -47,6 +48,7 @@ class ParameterProbe:
                 "max_abs": float(changes.max()),
             }
             for kind, changes in found.items()
+            if len(changes)
         }
 
 
@@ -63,11 +65,11 @@ def _gradient_norms(parameters: dict[str, nn.Parameter]) -> dict[str, float]:
     squares: dict[str, float] = {}
     for name, parameter in parameters.items():
         if parameter.grad is not None:
-            norm = float(torch.linalg.vector_norm(parameter.grad))
+            norm = float(torch.linalg.vector_norm(local_part(parameter.grad)))
             squares[category(name)] = squares.get(category(name), 0.0) + norm**2
     return {kind: math.sqrt(total) for kind, total in sorted(squares.items())}
 
 
 def _spread(parameter: nn.Parameter) -> Tensor:
-    flat = parameter.detach().reshape(-1)
+    flat = local_part(parameter.detach()).reshape(-1)
     return flat[:: max(1, -(-len(flat) // _SAMPLES))]

@@ -32,8 +32,14 @@ class Ranks(Protocol):
     def all_reduce_max(self, values: Tensor) -> Tensor:
         """``values`` of one shape and type on every rank -> their elementwise maximum."""
 
+    def exchange(self, text: str) -> tuple[str, ...]:
+        """The texts of all ranks, in their order."""
+
     def agree(self, error: PerdureError | None) -> None:
         """Return when no rank has an error; else raise on all of them, naming rank and error."""
+
+    def has_agreed(self, error: PerdureError) -> bool:
+        """Whether ``error`` is what the last ``agree`` raised: then every rank raised it."""
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
@@ -53,10 +59,18 @@ class SingleRank:
         """``values`` themselves."""
         return values
 
+    def exchange(self, text: str) -> tuple[str, ...]:
+        """``text`` alone."""
+        return (text,)
+
     def agree(self, error: PerdureError | None) -> None:
         """Raise ``error`` with the rank in front of its message."""
         if error is not None:
             raise on_rank(error, self.rank)
+
+    def has_agreed(self, error: PerdureError) -> bool:
+        """Nobody can disagree."""
+        return True
 
     def barrier(self) -> None:
         """Nobody to wait for."""
@@ -67,6 +81,22 @@ def on_rank(error: PerdureError, rank: int) -> PerdureError:
     error.message = f"rank {rank}: {error.message}"
     error.args = (error.message, *error.args[1:])
     return error
+
+
+@contextmanager
+def concluded(ranks: Ranks) -> Iterator[None]:
+    """Run a block with collectives; an error that every rank meets in it is raised as one.
+
+    Such an error follows from values that all ranks share. One that only some can meet belongs
+    under ``agreed``, before the next collective.
+    """
+    try:
+        yield
+    except PerdureError as error:
+        if not ranks.has_agreed(error):
+            ranks.agree(error)
+        raise
+    ranks.agree(None)
 
 
 @contextmanager

@@ -70,7 +70,13 @@ class Routing:
 
     @contextmanager
     def micro_batch(self, batch: MicroBatch, phase: Phase) -> Iterator[None]:
-        """Everything that is computed for ``batch``, its backward pass included."""
+        """Everything that is computed for ``batch``, its backward pass included.
+
+        Fillers go by the routers' own choices and are not counted.
+        """
+        if batch.is_filler:
+            yield
+            return
         self._phase, self._counting = phase, phase is Phase.TRAINING
         self._chosen = self._routes(batch) if self.replay else None
         try:

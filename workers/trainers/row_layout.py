@@ -1,5 +1,6 @@
 """How the samples of an optimizer step become micro-batches: ``trainer.packing``."""
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -9,7 +10,7 @@ from models.errors import ConfigurationError
 from workers.trainers.batch import StepPlan, TrainingBatch, documents_of, rows_of
 from workers.trainers.document_attention import takes_blocks, use_document_attention
 from workers.trainers.documents import collate_documents, greedy_packs, leveled_packs
-from workers.trainers.packing import MicroBatch, micro_batches
+from workers.trainers.packing import MicroBatch, filler, micro_batches
 from workers.trainers.ranks import Ranks, agreed
 from workers.trainers.replay import refuse_bad_routes
 from workers.trainers.routers import find_routers
@@ -57,20 +58,30 @@ class RowLayout:
         self._routing = routing
 
     def micro_batches(self, batch: TrainingBatch, own: StepPlan, ranks: Ranks) -> list[MicroBatch]:
-        """Lay out one rank's share ``own`` of a step.
+        """Lay out one rank's share ``own`` of a step, in as many micro-batches as on every rank.
 
         Raises:
             ContractViolation: replay, and a sample without good routes; on all ranks together.
         """
         if not self._documents:
             with agreed(ranks):
-                return micro_batches(rows_of(batch, own.active), self._budget)
+                rows = micro_batches(rows_of(batch, own.active), self._budget)
+            return _filled(rows, _most(rows, ranks))
         with agreed(ranks):
             if self._routing.replay:
                 refuse_bad_routes(batch, own.members, self._routing.shape)
             documents = documents_of(batch, own.active)
             packs = greedy_packs([document.num_tokens for document in documents], self._budget)
-        most = int(ranks.all_reduce_max(torch.tensor([len(packs)])))
-        return [
-            collate_documents([documents[i] for i in pack]) for pack in leveled_packs(packs, most)
-        ]
+        most = _most(packs, ranks)
+        leveled = leveled_packs(packs, most)
+        return _filled([collate_documents([documents[i] for i in pack]) for pack in leveled], most)
+
+
+def _most(own: Sequence[object], ranks: Ranks) -> int:
+    """The largest number of them on any rank."""
+    return int(ranks.all_reduce_max(torch.tensor([len(own)])))
+
+
+def _filled(micros: list[MicroBatch], count: int) -> list[MicroBatch]:
+    """``micros`` and fillers, ``count`` together."""
+    return micros + [filler()] * (count - len(micros))

@@ -85,8 +85,8 @@ def packing_event(
         step: number of the step, 1-based.
         rollout_id: index of the update.
     """
-    packs = len(work.micros)
-    fed = [micro.num_input_tokens for micro in work.micros]
+    fed = [micro.num_input_tokens for micro in work.micros if not micro.is_filler]
+    packs = work.num_packs
     return {
         "step": step,
         "rollout_id": rollout_id,

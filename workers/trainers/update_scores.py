@@ -43,6 +43,11 @@ class StepWork:
     micros: list[MicroBatch]
 
     @property
+    def num_packs(self) -> int:
+        """Micro-batches that hold samples."""
+        return sum(not micro.is_filler for micro in self.micros)
+
+    @property
     def model_tokens(self) -> int:
         """Tokens of prompts and responses of the micro-batches."""
         return sum(micro.num_model_tokens for micro in self.micros)

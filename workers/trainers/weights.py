@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ import psutil
 import torch
 from torch import Tensor
 
+from activities.storage.atomic import storage_errors
 from activities.wire.digest import weights_digest
 from models.publication import WeightsRef
-from workers.sources.expert_names import file_weights
 from workers.sources.folders import copy_companions, staged
 from workers.sources.tensor_file import write_tensors
+from workers.trainers.ranks import Ranks, SingleRank, agreed
+from workers.trainers.shards import file_shapes, gathered
 
 MODEL_FILE = "model.safetensors"
 _SHARED_MEMORY = Path("/dev/shm")
@@ -26,7 +29,8 @@ def named_weights(model: torch.nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers by their names in memory; a tied head appears once.
 
     ``named_parameters`` yields a shared tensor under its first name only, which is the embedding's.
-    Files have these names too, but for fused experts; see ``expert_names``.
+    Files have these names too, but for fused experts; see ``expert_names``. With several ranks each
+    tensor is this rank's part.
     """
     weights: dict[str, Tensor] = dict(model.named_parameters())
     persistent = model.state_dict(keep_vars=True)
@@ -35,7 +39,11 @@ def named_weights(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def fill_model_folder(
-    model: Any, companions: Path, folder: Path, dtype: torch.dtype
+    model: Any,
+    companions: Path,
+    folder: Path,
+    dtype: torch.dtype,
+    data: Iterable[tuple[str, Tensor]],
 ) -> dict[str, str]:
     """Write ``model`` with the tokenizer and configuration files of ``companions``.
 
@@ -44,6 +52,7 @@ def fill_model_folder(
         companions: The prepared model folder; everything but weights is copied from it.
         folder: An empty folder.
         dtype: Type of the floating-point tensors in the file.
+        data: The whole tensors of ``model`` by the names of files; see ``shards.gathered``.
 
     Returns:
         Name -> xxh3_64 hex of each tensor as written.
@@ -53,8 +62,8 @@ def fill_model_folder(
     config.pop("torch_dtype", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    weights = file_weights(named_weights(model), model.config.model_type)
-    return write_tensors(folder / MODEL_FILE, weights, dtype)
+    shapes = file_shapes(named_weights(model), model.config.model_type)
+    return write_tensors(folder / MODEL_FILE, shapes, dtype, data)
 
 
 def num_weight_bytes(model: Any, dtype: torch.dtype) -> int:
@@ -63,14 +72,36 @@ def num_weight_bytes(model: Any, dtype: torch.dtype) -> int:
 
 
 def export_weights(
-    model: Any, companions: Path, version: int, folder: Path, dtype: torch.dtype
+    model: Any,
+    companions: Path,
+    version: int,
+    folder: Path,
+    dtype: torch.dtype,
+    ranks: Ranks | None = None,
 ) -> WeightsRef:
     """Write the weights of ``version`` into the new ``folder`` and describe them for engines.
 
-    The folder appears by rename, complete: a reader never sees half of it.
+    The folder appears by rename, complete: a reader never sees half of it. The first rank writes;
+    it and the others hold one whole tensor at a time beside their parts.
     """
-    with staged(folder) as stage:
-        checksums = fill_model_folder(model, companions, stage, dtype)
+    ranks = ranks or SingleRank()
+    described = ""
+    family = model.config.model_type
+    with (
+        agreed(ranks),
+        storage_errors(str(folder)),
+        gathered(named_weights(model), family) as data,
+    ):
+        if ranks.rank == 0:
+            with staged(folder) as stage:
+                checksums = fill_model_folder(model, companions, stage, dtype, data)
+            described = _describe(version, folder, checksums, dtype).model_dump_json()
+    return WeightsRef.model_validate_json(ranks.exchange(described)[0])
+
+
+def _describe(
+    version: int, folder: Path, checksums: dict[str, str], dtype: torch.dtype
+) -> WeightsRef:
     return WeightsRef(
         version=version,
         path=str(folder),

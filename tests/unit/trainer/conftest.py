@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from rank_pool import RankPool
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -183,3 +184,11 @@ def make_groups() -> MakeGroups:
         return groups
 
     return make
+
+
+@pytest.fixture(scope="session")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    """Two processes, started when first asked for."""
+    pool = RankPool(2, tmp_path_factory.mktemp("ranks"))
+    yield pool
+    pool.close()

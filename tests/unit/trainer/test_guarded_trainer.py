@@ -15,7 +15,7 @@ from models.errors import ContractViolation, StaleFence
 from models.ids import FenceToken
 from models.prompt import PreparedPrompt, PromptMetadata
 from models.rollout import CollectionCounts, RolloutCollection
-from workers.trainers import guarded, local
+from workers.trainers import commands, guarded, local
 from workers.trainers.guarded import GuardedTrainer
 from workers.trainers.local import LocalTrainer
 from workers.trainers.weights import export_bases, own_exports
@@ -118,7 +118,7 @@ def test_an_identical_call_waits_for_the_running_one(make_guarded, commit, monke
     collection = commit(0)
     entered, release = threading.Event(), threading.Event()
     calls = []
-    read = guarded.read_collection
+    read = commands.read_collection
 
     def slow_read(*args):
         calls.append(1)
@@ -126,7 +126,7 @@ def test_an_identical_call_waits_for_the_running_one(make_guarded, commit, monke
         assert release.wait(DEADLINE_S)
         return read(*args)
 
-    monkeypatch.setattr(guarded, "read_collection", slow_read)
+    monkeypatch.setattr(commands, "read_collection", slow_read)
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(trainer.optimize, token(attempt=1), 0, collection)
         assert entered.wait(DEADLINE_S)

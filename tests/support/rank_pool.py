@@ -1,0 +1,77 @@
+"""Processes of one test session that are the ranks of one process group, and do what tests ask."""
+
+import multiprocessing
+import multiprocessing.connection
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from models.errors import PerdureError
+
+COLLECTIVE_TIMEOUT_S = 60.0
+DEADLINE_S = 90.0
+
+
+class RankError(AssertionError):
+    """What a rank raised that was no error of Perdure."""
+
+
+class RankPool:
+    """``world`` ranks over gloo, one thread each."""
+
+    def __init__(self, world: int, folder: Path) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._ends: list[multiprocessing.connection.Connection] = []
+        self._processes = []
+        for rank in range(world):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(theirs, str(folder / "meet"), rank, world), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._ends.append(ours)
+            self._processes.append(process)
+
+    def run(self, function: Callable[..., Any], *args: Any, own: Sequence[Any] = ()) -> list[Any]:
+        """``function(ranks, *args)`` on every rank at once; what each returned.
+
+        An error of Perdure is returned, not raised. ``own``: a last argument of each rank's own.
+        """
+        for rank, end in enumerate(self._ends):
+            end.send((function, (*args, own[rank]) if own else args))
+        return [self._answer(end) for end in self._ends]
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self._processes:
+            process.kill()
+            process.join(DEADLINE_S)
+
+    def _answer(self, end: multiprocessing.connection.Connection) -> Any:
+        assert end.poll(DEADLINE_S), "a rank does not answer"
+        kind, value = end.recv()
+        if kind == "broken":
+            raise RankError(value)
+        return value
+
+
+def _serve(end: multiprocessing.connection.Connection, meeting: str, rank: int, world: int) -> None:
+    import torch
+
+    from workers.trainers.process_ranks import join_ranks
+
+    torch.set_num_threads(1)
+    ranks = join_ranks(Path(meeting), rank, world, COLLECTIVE_TIMEOUT_S)
+    while True:
+        try:
+            function, args = end.recv()
+        except EOFError:
+            return
+        try:
+            end.send(("done", function(ranks, *args)))
+        except PerdureError as error:
+            end.send(("done", error))
+        except Exception:
+            end.send(("broken", traceback.format_exc()))

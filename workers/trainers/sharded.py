@@ -1,0 +1,76 @@
+"""A transformers causal LM dealt to ranks: FSDP2 over its blocks and over everything else.
+
+    ShardedBody                    embeddings, last norm, head: gathered from the forward of a
+    +- model.base_model            micro-batch to the end of its backward
+       +- layers[i]                gathered for their own forward and backward
+
+The head is used outside the body's forward, chunk by chunk and differentiated by hand. So it
+belongs to the outer module, whose parameters stay gathered between forward and backward: what the
+chunks add to the head's gradient is there when the body's backward ends and reduces it. A tied head
+is the embedding, in the same place.
+
+Gradients are summed over ranks, never averaged: every rank divides by counts of the whole step.
+With bfloat16 arithmetic blocks are gathered in bfloat16, which autocast would round them to anyway,
+while the outer module stays in float32, and with it the residual stream; gradients are reduced in
+float32. Master weights, their gradients and the optimizer's moments are float32 everywhere.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from models.errors import ConfigurationError
+
+
+class ShardedBody(nn.Module):
+    """Calls the base model; holds the whole causal LM so that its head is sharded with it."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    @property
+    def config(self) -> Any:
+        """The transformers configuration of the base model."""
+        return self.model.base_model.config
+
+    def forward(self, **inputs: Any) -> Any:
+        """What the base model answers."""
+        return self.model.base_model(**inputs)
+
+    def release(self) -> None:
+        """Drop what a forward without backward left gathered."""
+        assert isinstance(self, FSDPModule)
+        self.reshard()
+
+
+def shard(model: Any, compute_dtype: torch.dtype) -> ShardedBody:
+    """Deal the parameters of ``model`` to all ranks, in place.
+
+    Raises:
+        ConfigurationError: the model has no list of blocks.
+    """
+    blocks = getattr(model.base_model, "layers", None)
+    if not isinstance(blocks, nn.ModuleList):
+        raise ConfigurationError(
+            f"{type(model).__name__} has no list of blocks named layers and cannot be dealt to "
+            "several processes; set trainer.num_processes = 1"
+        )
+    device = next(model.parameters()).device.type
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+    if compute_dtype == torch.bfloat16:
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    for block in blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    body = ShardedBody(model)
+    fully_shard(body, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
+    for module in body.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    return body
