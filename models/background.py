@@ -72,6 +72,8 @@ class SubmissionRecord(Frozen):
 
     run: RunRef
     submission: EvaluationSubmission
+    snapshot: SnapshotRef | None = None
+    """What it was to evaluate, once that is stored: enough to submit it again by hand."""
 
 
 class EvaluationFailure(Frozen):

@@ -60,7 +60,7 @@ class BackgroundEvaluations:
             failure = classify(error)
             if failure.type in REBUILT:
                 raise
-            return await self._record(progress, plan, _failed(given_up, failure))
+            return await self._record(progress, plan, _failed(given_up, failure), snapshot)
         if claim.order is None:
             return claim.submission
         started = await self._start(claim.order, plan, progress.fleet_queue)
@@ -126,7 +126,11 @@ class BackgroundEvaluations:
         return None
 
     async def _record(
-        self, progress: RunProgress, plan: LoopPlan, submission: EvaluationSubmission
+        self,
+        progress: RunProgress,
+        plan: LoopPlan,
+        submission: EvaluationSubmission,
+        snapshot: SnapshotRef | None = None,
     ) -> EvaluationSubmission:
         if submission.status is ReceiptStatus.SUBMISSION_FAILED:
             workflow.logger.warning(
@@ -137,7 +141,7 @@ class BackgroundEvaluations:
             )
         if progress.run is None:
             return submission
-        request = SubmissionRecord(run=progress.run, submission=submission)
+        request = SubmissionRecord(run=progress.run, submission=submission, snapshot=snapshot)
         try:
             await self._calls.run(options.RECORD_SUBMISSION, request, plan, submission.status.value)
         except FailureError as error:

@@ -65,7 +65,8 @@ class BackgroundActivities:
     async def record_submission(self, request: SubmissionRecord) -> None:
         """See ``background.submit``."""
         with translated(activity.info().attempt):
-            await beating(submit.record_submission(request), "record submission")
+            call = submit.record_submission(request, self._code_sha256)
+            await beating(call, "record submission")
 
     @activity.defn
     async def await_evaluation(self, order: BackgroundOrder) -> None:

@@ -29,7 +29,7 @@ _log = structlog.get_logger(__name__)
 
 
 async def snapshot(site: Site, request: SnapshotRequest, token: FenceToken) -> SnapshotRef:
-    """Store the current weights. A complete snapshot of this update stays as it is.
+    """Store the current weights. A complete snapshot that a receipt names stays as it is.
 
     Raises:
         TrainerLost: the trainer is dead, or its export makes no progress.
@@ -81,9 +81,7 @@ def prune_snapshots(store: Store) -> list[str]:
         if not _is_needless(found.get(update, [])) or not store.exists(folder):
             continue
         try:
-            # The marker first: a folder that is half deleted must not look complete.
-            store.remove_tree(f"{folder}/{layout.SNAPSHOT_COMPLETE}")
-            store.remove_tree(folder.rpartition("/")[0])
+            _remove(store, update)
             removed.append(folder)
         except (PerdureError, OSError) as error:
             _log.warning("snapshot not deleted", folder=folder, reason=str(error))
@@ -99,11 +97,28 @@ def _is_needless(found: list[EvaluationReceipt]) -> bool:
     return complete or (bool(skipped) and all(skipped))
 
 
+def _is_named(store: Store, update: int) -> bool:
+    """Whether a receipt names the snapshot of ``update``, so that an evaluation may read it."""
+    return any(
+        receipt.update == update and receipt.snapshot is not None for _, receipt in receipts(store)
+    )
+
+
+def _remove(store: Store, update: int) -> None:
+    """Delete a snapshot. The marker first: what is half deleted must not look complete."""
+    folder = layout.eval_snapshot(update)
+    store.remove_tree(f"{folder}/{layout.SNAPSHOT_COMPLETE}")
+    store.remove_tree(folder.rpartition("/")[0])
+
+
 def _take(store: Store, update: int, weights: WeightsRef, token: FenceToken) -> SnapshotRef:
     found = find_snapshot(store, update)
-    if found is not None:
+    if found is not None and (found.digest == weights.digest or _is_named(store, update)):
         return found
     require_epoch(store, token.epoch)
+    if found is not None:
+        _log.warning("snapshot of undone updates replaced", folder=found.folder)
+        _remove(store, update)
     if update == 0:
         return _refer(store, weights)
     target = layout.eval_snapshot(update)

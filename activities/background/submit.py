@@ -33,6 +33,7 @@ from models.background import (
     BackgroundOrder,
     EvaluationClaim,
     EvaluationReceipt,
+    SnapshotRef,
     SubmissionRecord,
     SubmitRequest,
 )
@@ -74,7 +75,9 @@ async def submit_evaluation(
             return _answer(request, receipt_path, receipt)
     before = await _running(store, receipt_path, experiments)
     skipped = before is not None and request.phase != FINAL
-    whole = _filled(spec, request, receipt, code_sha256).model_copy(
+    whole = _filled(
+        spec, request.run, request.snapshot, request.phase, receipt, code_sha256
+    ).model_copy(
         update={"status": ReceiptStatus.SKIPPED_BUSY if skipped else ReceiptStatus.PENDING}
     )
     await asyncio.to_thread(store.write_bytes, receipt_path, encoded(whole))
@@ -82,11 +85,13 @@ async def submit_evaluation(
     return _answer(request, receipt_path, whole, order)
 
 
-async def record_submission(request: SubmissionRecord) -> None:
-    """Write how a submission ended. What the evaluation itself wrote meanwhile wins."""
-    store = store_of(request.run)
+async def record_submission(request: SubmissionRecord, code_sha256: str) -> None:
+    """Write how a submission ended. What the evaluation itself wrote meanwhile wins.
+
+    A receipt that was claimed and never filled is filled now, so that it can be submitted again.
+    """
     spec = await asyncio.to_thread(spec_of, request.run)
-    await asyncio.to_thread(_record, store, spec, request.submission)
+    await asyncio.to_thread(_record, request, spec, code_sha256)
 
 
 def order_of(
@@ -137,19 +142,24 @@ def _claim(store: Store, rel: str, request: SubmitRequest) -> tuple[EvaluationRe
 
 
 def _filled(
-    spec: RunSpec, request: SubmitRequest, receipt: EvaluationReceipt, code_sha256: str
+    spec: RunSpec,
+    run: RunRef,
+    snapshot: SnapshotRef,
+    phase: str,
+    receipt: EvaluationReceipt,
+    code_sha256: str,
 ) -> EvaluationReceipt:
     """The claimed receipt with all that it says about run, snapshot and settings."""
-    run, tasks = request.run, evaluation_tasks(spec)
+    tasks = evaluation_tasks(spec)
     facts: dict[str, Any] = {
-        "checkpoint": f"{run.root.rstrip('/')}/{request.snapshot.folder}",
+        "checkpoint": f"{run.root.rstrip('/')}/{snapshot.folder}",
         "tasks": tasks,
         "group_id": evaluation_key(tasks),
         "evaluation": spec.evaluation.model_dump(mode="json"),
         "training": {"name": spec.name, **run.model_dump(mode="json")},
         "code_sha256": code_sha256,
-        "phase": request.phase,
-        "snapshot": request.snapshot,
+        "phase": phase,
+        "snapshot": snapshot,
     }
     return receipt.model_copy(update=facts)
 
@@ -182,7 +192,8 @@ def _answer(
     )
 
 
-def _record(store: Store, spec: RunSpec, submission: EvaluationSubmission) -> None:
+def _record(request: SubmissionRecord, spec: RunSpec, code_sha256: str) -> None:
+    store, submission = store_of(request.run), request.submission
     rel = submission.receipt or layout.eval_receipt(
         submission.update, evaluation_key(evaluation_tasks(spec))
     )
@@ -191,8 +202,17 @@ def _record(store: Store, spec: RunSpec, submission: EvaluationSubmission) -> No
         "status": submission.status,
         "error": error if submission.error_type else None,
     }
+
+    def ended(receipt: EvaluationReceipt) -> EvaluationReceipt:
+        if receipt.snapshot is None and request.snapshot is not None:
+            receipt = _filled(
+                spec, request.run, request.snapshot, submission.phase, receipt, code_sha256
+            )
+        return receipt.model_copy(update=changes)
+
     fresh = EvaluationReceipt(update=submission.update, phase=submission.phase, **changes)
-    if store.create_exclusive(rel, encoded(fresh)):
+    if store.create_exclusive(rel, encoded(ended(fresh))):
         return
-    if read_receipt(store, rel).status in _UNSETTLED:
-        change_receipt(store, rel, **changes)
+    found = read_receipt(store, rel)
+    if found.status in _UNSETTLED:
+        store.write_bytes(rel, encoded(ended(found)))

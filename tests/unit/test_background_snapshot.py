@@ -101,11 +101,23 @@ async def test_an_attempt_that_dies_while_copying_blocks_nothing(
 
 
 async def test_a_complete_snapshot_stays_when_its_update_is_redone(rig: Rig) -> None:
-    """An evaluation may be reading it, and its receipt names its digest."""
+    """An evaluation may be reading it: its receipt names its digest."""
     first = await rig.take(4, version=4)
+    rig.receipt(4, status=ReceiptStatus.PENDING, snapshot=first)
     again = await rig.take(4, version=3, attempt=2)
     assert again == first
     assert rig.content(4) == b"4"
+
+
+async def test_a_snapshot_of_undone_updates_that_no_receipt_names_is_replaced(rig: Rig) -> None:
+    """Taken, and the trainer lost before the claim: update 4 is now another one's."""
+    first = await rig.take(4, version=4)
+    rig.receipt(4, status=ReceiptStatus.CLAIMED)  # claimed, never filled
+    again = await rig.take(4, version=3, attempt=2)
+    assert again.digest != first.digest
+    assert (again.policy_version, rig.content(4)) == (3, b"3")
+    assert find_snapshot(rig.store, 4) == again
+    assert rig.store.list("eval-snapshots/update-00000004", hidden=True) == ["hf"]
 
 
 async def test_the_initial_weights_are_referred_to(rig: Rig) -> None:

@@ -22,9 +22,10 @@ from activities.storage.lease import Owner, claim_epoch, revoke_epoch
 from activities.storage.store import Store
 from configs.load import resolve_document
 from models.background import EvaluationReceipt, SnapshotRef, SubmissionRecord, SubmitRequest
-from models.errors import ContractViolation, StaleFence
+from models.errors import ContractViolation, ServiceUnreachable, StaleFence
 from models.evaluation import EvaluationSubmission, ReceiptStatus
 from models.ids import RunRef
+from workers.cli.receipts import prepare_resubmission
 
 
 class FakeExperiments:
@@ -32,8 +33,11 @@ class FakeExperiments:
 
     def __init__(self) -> None:
         self.known: dict[str, bool] = {}
+        self.failure: Exception | None = None
 
     async def is_open(self, experiment_id: str) -> bool | None:
+        if self.failure is not None:
+            raise self.failure
         return self.known.get(experiment_id)
 
     async def closed(self, experiment_id: str) -> None:
@@ -196,16 +200,53 @@ async def test_failures_are_recorded_with_and_without_a_claim(desk: Desk) -> Non
         error_type="StorageFull",
         error="no space",
     )
-    await submit.record_submission(SubmissionRecord(run=desk.run, submission=failed))
+    await submit.record_submission(SubmissionRecord(run=desk.run, submission=failed), "code")
     assert desk.receipt(2).status is ReceiptStatus.SUBMISSION_FAILED
     assert desk.receipt(2).error == {"type": "StorageFull", "message": "no space"}
     claim = await desk.submit(4)
     started = claim.submission.model_copy(update={"status": ReceiptStatus.SUBMITTED})
-    await submit.record_submission(SubmissionRecord(run=desk.run, submission=started))
+    await submit.record_submission(SubmissionRecord(run=desk.run, submission=started), "code")
     late = failed.model_copy(update={"update": 4, "receipt": claim.submission.receipt})
-    await submit.record_submission(SubmissionRecord(run=desk.run, submission=late))
+    await submit.record_submission(SubmissionRecord(run=desk.run, submission=late), "code")
     assert desk.receipt(4).status is ReceiptStatus.SUBMITTED
     assert desk.receipt(4).error is None
+
+
+async def test_a_submission_that_failed_after_its_snapshot_names_it(desk: Desk) -> None:
+    """The snapshot is stored; a receipt that did not name it could never be submitted again."""
+    snapshot = SnapshotRef(
+        update=2, policy_version=2, folder=layout.eval_snapshot(2), digest="d" * 64, num_bytes=1
+    )
+    desk.experiments.failure = ServiceUnreachable("Temporal does not answer")
+    desk.experiments.known["before"] = True
+    desk.store.write_bytes(
+        layout.eval_receipt(0, "0" * 16),
+        encoded(
+            EvaluationReceipt(update=0, status=ReceiptStatus.SUBMITTED, experiment_id="before")
+        ),
+    )
+    with pytest.raises(ServiceUnreachable):
+        await desk.submit(2)
+    claimed = desk.receipt(2)
+    assert (claimed.status, claimed.snapshot) == (ReceiptStatus.CLAIMED, None)
+    failed = EvaluationSubmission(
+        update=2,
+        phase="periodic",
+        status=ReceiptStatus.SUBMISSION_FAILED,
+        error_type="ServiceUnreachable",
+        error="Temporal does not answer",
+    )
+    record = SubmissionRecord(run=desk.run, submission=failed, snapshot=snapshot)
+    await submit.record_submission(record, "code")
+    receipt = desk.receipt(2)
+    assert receipt.status is ReceiptStatus.SUBMISSION_FAILED
+    assert receipt.experiment_id == claimed.experiment_id
+    assert (receipt.snapshot, receipt.phase) == (snapshot, "periodic")
+    desk.store.write_bytes(f"{snapshot.folder}/{layout.SNAPSHOT_COMPLETE}", b"")
+    rel = layout.eval_receipt(2, evaluation_key(evaluation_tasks(desk.spec)))
+    again = prepare_resubmission(f"{desk.store.root}/{rel}")
+    assert again.order.snapshot == snapshot
+    assert again.receipt.resubmission_of == rel
 
 
 def test_garbage_is_no_receipt(desk: Desk) -> None:
