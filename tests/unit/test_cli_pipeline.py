@@ -11,6 +11,7 @@ from rich.console import Console
 
 from activities.storage import layout
 from activities.storage.store import Store
+from models.checkpoint import CheckpointRef
 from models.ids import RunRef
 from models.run import LoopPlan, RunProgress, RunState
 from workers.cli import pipeline as pipelines
@@ -24,7 +25,8 @@ SEEN = Pipeline(
     observed_unix=None,
     queued_groups=8,
     capacity_groups=16,
-    owned_groups=12,
+    running_groups=10,
+    blocked_groups=2,
     requeued_groups=3,
     stale_groups=1,
     wait_seconds=0.42,
@@ -39,6 +41,7 @@ def progress(root: str = "", done: int = 5) -> RunProgress:
         plan=LoopPlan(num_rollouts=10, fully_async=True, max_policy_lag=6),
         next_update=done,
         reward_recent=tuple(index / 10 for index in range(done)),
+        training_started_unix=1.7e9,
         lag=2,
         tokens_per_second=1234.0,
         seconds_per_update=2.0,
@@ -54,6 +57,7 @@ def written(root: Path) -> Store:
             "completed_queue_groups": queued,
             "completed_queue_capacity_groups": 16,
             "producer_owned_groups": 12,
+            "producer_ready": {"groups": 2, "samples": 16, "response_tokens": 96},
             "errors/requeued_groups": 3,
         }
         store.append_jsonl(layout.PIPELINE_OCCUPANCY, row)
@@ -75,8 +79,24 @@ def test_the_newest_rows_are_read(tmp_path: Path) -> None:
     assert read_pipeline(str(tmp_path)) == replace(SEEN, observed_unix=1.79e9)
 
 
+def test_rows_of_a_former_start_are_not_shown(tmp_path: Path) -> None:
+    written(tmp_path)
+    before = replace(Pipeline(*[None] * 9), publication_mode="refresh")
+    assert read_pipeline(str(tmp_path), since_unix=1.8e9) == before
+    preparing = progress(str(tmp_path)).model_copy(update={"training_started_unix": None})
+    assert PipelineWatch().newest(preparing) is None
+
+
+def test_a_resumed_run_shows_what_its_checkpoint_holds() -> None:
+    checkpoint = CheckpointRef(update=3, policy_version=4, folder="core/x", marker_sha256="0")
+    preparing = progress(done=0).model_copy(
+        update={"state": RunState.PREPARING, "checkpoint": checkpoint}
+    )
+    assert "update 4 of 10" in text_of(panel("train/a", preparing, "", 0.0, None))
+
+
 def test_a_root_without_rows_tells_nothing(tmp_path: Path) -> None:
-    unknown = Pipeline(*[None] * 8)
+    unknown = Pipeline(*[None] * 9)
     assert read_pipeline(str(tmp_path)) == unknown
     assert read_pipeline(str(tmp_path / "nowhere")) == unknown
     text = text_of(panel("train/a", progress(), "", 0.0, None, unknown))
@@ -88,7 +108,9 @@ def test_the_panel_has_two_lines_of_the_pipeline() -> None:
     text = text_of(panel("train/a", progress(), "", 0.0, None, SEEN))
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert "speed 2.00 s/update 1,234 tokens/s, lag 2 of at most 6" in lines
-    assert "queue 8/16 groups ready, 12 under way (refresh), 3 requeued" in lines
+    assert (
+        "queue 8/16 groups ready, 10 under way, 2 more wait for room (refresh), 3 requeued" in lines
+    )
     assert "wait 0.42 s for the groups of the last collection, 1 too old" in lines
 
 
@@ -143,7 +165,7 @@ def test_status_has_a_line_for_a_fully_async_run_only() -> None:
     show_overview(Console(file=stream, width=160), {"runs": runs, "processes": []})
     lines = [" ".join(line.split()) for line in stream.getvalue().splitlines()]
     assert "run publication queue under way lag requeued too old trainer wait" in lines
-    assert "train/free refresh 8/16 12 2 of 6 3 1 0.42 s" in lines
+    assert "train/free refresh 8/16 10 2 of 6 3 1 0.42 s" in lines
     stream = io.StringIO()
     show_overview(Console(file=stream, width=160), {"runs": runs[1:], "processes": []})
     assert "publication" not in stream.getvalue()

@@ -197,6 +197,13 @@ def eta_s(progress: RunProgress) -> float | None:
     return (progress.plan.num_rollouts - progress.next_update) * progress.seconds_per_update
 
 
+def finished_updates(progress: RunProgress) -> int:
+    """Updates done; for a run that is being resumed, those in its checkpoint."""
+    if progress.state is RunState.PREPARING and progress.checkpoint is not None:
+        return progress.checkpoint.update + 1
+    return progress.next_update
+
+
 def duration(seconds: float) -> str:
     """``75`` as ``1:15``, ``4000`` as ``1:06:40``."""
     minutes, rest = divmod(round(max(0.0, seconds)), 60)
@@ -234,7 +241,7 @@ def _body(progress: RunProgress, pipeline: Pipeline | None) -> list[RenderableTy
     if progress.plan is None:
         return []
     bar = Table.grid(padding=(0, 1))
-    total, done = progress.plan.num_rollouts, progress.next_update
+    total, done = progress.plan.num_rollouts, finished_updates(progress)
     bar.add_row(ProgressBar(total=total, completed=done, width=40), f"update {done} of {total}")
     facts = _facts(progress, pipeline)
     return [bar, facts] if facts.row_count else [bar]

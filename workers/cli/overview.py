@@ -14,7 +14,8 @@ from temporalio.client import Client
 from models.ports import ActorStatus
 from models.run import RunOutcome, RunProgress, RunState
 from workers.cli import artifacts
-from workers.cli.pipeline import Pipeline, is_fully_async, queue_text, read_pipeline
+from workers.cli.display import finished_updates
+from workers.cli.pipeline import Pipeline, queue_text, read_pipeline, samples_freely
 from workers.cli.place import Place
 from workers.cli.server import (
     Failure,
@@ -100,7 +101,7 @@ def _show_pipelines(console: Console, runs: list[dict[str, Any]]) -> None:
             each["run_id"],
             pipeline.publication_mode or "?",
             queue_text(pipeline) or "?",
-            _known(pipeline.owned_groups),
+            _known(pipeline.running_groups),
             f"{each['lag']} of {_known(each['lag_limit'])}",
             _known(pipeline.requeued_groups),
             _known(pipeline.stale_groups),
@@ -122,15 +123,17 @@ async def _run(client: Client, run_id: str, place: Place) -> dict[str, Any] | No
     state = _state(view, progress, outcome)
     actors = await asyncio.to_thread(_actors, root, is_local=place.stack is not None)
     known = progress or RunProgress()
-    runs_freely = view.is_open and is_fully_async(known)
-    pipeline = await asyncio.to_thread(read_pipeline, root) if runs_freely else None
+    pipeline = None
+    if view.is_open and samples_freely(known):
+        since_unix = known.training_started_unix or 0.0
+        pipeline = await asyncio.to_thread(read_pipeline, root, since_unix)
     done = outcome if isinstance(outcome, RunOutcome) else None
     checkpoint = done.checkpoint if done else known.checkpoint
     return {
         "run_id": run_id,
         "state": state,
         "paused": known.paused,
-        "update": done.updates if done else known.next_update,
+        "update": done.updates if done else finished_updates(known),
         "total": _total(view, known),
         "policy_version": done.policy_version if done else known.policy_version,
         "stage": _stage(view, progress, state),

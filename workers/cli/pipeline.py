@@ -2,7 +2,9 @@
 
 import asyncio
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from activities.storage import layout
 from models.run import RunProgress
@@ -26,8 +28,10 @@ class Pipeline:
     queued_groups: int | None
     """Finished groups that wait for the trainer."""
     capacity_groups: int | None
-    owned_groups: int | None
+    running_groups: int | None
     """Groups that are sampled or scored now."""
+    blocked_groups: int | None
+    """Finished groups that the queue has no room for."""
     requeued_groups: int | None
     """Group attempts that failed and were given back, since the producer's process started."""
     stale_groups: int | None
@@ -36,18 +40,22 @@ class Pipeline:
     """How long the last collection waited for its groups."""
 
 
-def read_pipeline(root: str) -> Pipeline:
-    """Read the newest rows. Blocks."""
+def read_pipeline(root: str, since_unix: float = 0.0) -> Pipeline:
+    """Read the newest rows, none from before ``since_unix``: a former start wrote those. Blocks."""
     config = artifacts.read_json(root, layout.RESOLVED_CONFIG)
     core = config.get("core", {}) if isinstance(config, dict) else {}
     held = artifacts.last_row(root, layout.PIPELINE_OCCUPANCY)
-    flow = artifacts.last_row(root, layout.ROLLOUT_FLOW)
+    if held.get("time_unix", 0.0) < since_unix:
+        held = {}
+    flow = artifacts.last_row(root, layout.ROLLOUT_FLOW) if held else {}
+    owned, blocked = held.get("producer_owned_groups"), _blocked(held)
     return Pipeline(
         publication_mode=core.get("publication_mode"),
         observed_unix=held.get("time_unix"),
         queued_groups=held.get("completed_queue_groups"),
         capacity_groups=held.get("completed_queue_capacity_groups"),
-        owned_groups=held.get("producer_owned_groups"),
+        running_groups=None if owned is None else owned - (blocked or 0),
+        blocked_groups=blocked,
         requeued_groups=held.get("errors/requeued_groups"),
         stale_groups=_whole(flow.get("queue_metrics", {}).get(_STALE)),
         wait_seconds=flow.get("collection_wait_seconds"),
@@ -63,14 +71,15 @@ class PipelineWatch:
         self._due = 0.0
 
     def newest(self, progress: RunProgress | None) -> Pipeline | None:
-        """What was read last; None for a run that is not fully async, and at first."""
-        if progress is None or not is_fully_async(progress) or progress.run is None:
+        """What was read last; None for a run that does not sample by itself yet, and at first."""
+        if progress is None or progress.run is None or not samples_freely(progress):
             return self._newest
         if self._reading is not None and self._reading.done():
             self._newest, self._reading = self._reading.result(), None
         if self._reading is None and time.monotonic() >= self._due:
             self._due = time.monotonic() + READ_S
-            reading = asyncio.to_thread(read_pipeline, progress.run.root)
+            since_unix = progress.training_started_unix or 0.0
+            reading = asyncio.to_thread(read_pipeline, progress.run.root, since_unix)
             self._reading = asyncio.ensure_future(reading)
         return self._newest
 
@@ -78,6 +87,11 @@ class PipelineWatch:
 def is_fully_async(progress: RunProgress) -> bool:
     """Whether the producer of this run samples by itself."""
     return progress.plan is not None and progress.plan.fully_async
+
+
+def samples_freely(progress: RunProgress) -> bool:
+    """Whether that producer has begun; before, the newest rows are of a former start."""
+    return is_fully_async(progress) and progress.training_started_unix is not None
 
 
 def queue_text(pipeline: Pipeline) -> str:
@@ -89,7 +103,9 @@ def queue_text(pipeline: Pipeline) -> str:
 
 def queue_detail(pipeline: Pipeline, now: float) -> str:
     """What stands behind the queue. ``now`` is wall-clock time in seconds."""
-    text = f"groups ready, {_number(pipeline.owned_groups)} under way"
+    text = f"groups ready, {_number(pipeline.running_groups)} under way"
+    if pipeline.blocked_groups:
+        text += f", {pipeline.blocked_groups} more wait for room"
     if pipeline.publication_mode:
         text += f" ({pipeline.publication_mode})"
     if pipeline.requeued_groups:
@@ -104,6 +120,11 @@ def wait_detail(pipeline: Pipeline) -> str:
     if pipeline.stale_groups:
         text += f", {pipeline.stale_groups} too old"
     return text
+
+
+def _blocked(held: Mapping[str, Any]) -> int | None:
+    groups: int | None = held.get("producer_ready", {}).get("groups")
+    return groups
 
 
 def _number(value: int | None) -> str:
