@@ -46,7 +46,7 @@ class RunStages:
         """The next update's collection, sampled during the last one."""
         self._chain_updates = 0
         self._updated_at: float | None = None
-        """When the last update ended; unknown after anything but an update."""
+        """When the last update ended; unknown after a pause, which is no update's time."""
         self._must_reclaim = False
         self.is_up = self.progress.state is RunState.TRAINING
         """The fleet was brought up and nothing is known to be lost."""
@@ -229,6 +229,7 @@ class RunStages:
                 or loop.checkpoint_due(self._plan, self.progress)
             )
         )
+        self._updated_at = None
 
     async def finish(self, state: RunState, failure: Failure | None) -> None:
         """Revoke the epoch first, tear the fleet down, then record how the run ended."""
