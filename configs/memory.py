@@ -20,6 +20,10 @@ _CONTROL_PROCESS_BYTES = 120 << 20
 """Interpreter, Ray and Arrow, resident in the producer; the router stays below it (measured)."""
 _HELD_TOKEN_BYTES = 72
 """A token and its log-prob in a finished sample: two boxed numbers in two lists (measured)."""
+_ROUTE_BYTES = 4
+"""One expert id."""
+_ROUTER_END = ".mlp.gate.weight"
+"""End of the name of a router's tensor, one a routed layer."""
 _EXPERT_PART = ".mlp.experts."
 """Part of the name of every tensor that belongs to a routed expert."""
 _TINY_VOCABULARY = 100
@@ -37,6 +41,8 @@ class ModelShape:
     num_kv_heads: int
     head_dim: int
     vocab_size: int
+    route_bytes: int = 0
+    """Of the expert routes of one token: int32 [routed layers, top k]; 0 without experts."""
 
 
 def model_shape(spec: RunSpec) -> ModelShape | None:
@@ -81,6 +87,9 @@ def tiny_shape(tiny: TinySpec) -> ModelShape:
         num_kv_heads=tiny.num_kv_heads,
         head_dim=head,
         vocab_size=_TINY_VOCABULARY,
+        route_bytes=0
+        if experts is None
+        else _ROUTE_BYTES * tiny.num_layers * experts.experts_per_token,
     )
 
 
@@ -109,6 +118,9 @@ def _read_shape(folder: Path) -> ModelShape | None:
         num_kv_heads=config.get("num_key_value_heads") or heads,
         head_dim=config.get("head_dim") or config["hidden_size"] // heads,
         vocab_size=config["vocab_size"],
+        route_bytes=_ROUTE_BYTES
+        * sum(name.endswith(_ROUTER_END) for name in sizes)
+        * config.get("num_experts_per_tok", 0),
     )
 
 
@@ -127,7 +139,8 @@ def estimate(spec: RunSpec, shape: ModelShape) -> dict[str, int]:
     cache = min(tokens * per_token, spec.inference.kv_cache_mib << 20)
     trainer = states + spec.trainer.num_processes * (logits + _PROCESS_BYTES)
     engines = spec.inference.num_engines + has_background_evaluation(spec)
-    groups = producer_bytes(spec)
+    replays = spec.training.use_rollout_routing_replay
+    groups = producer_bytes(spec, shape.route_bytes if replays else 0)
     control = (1 + spec.fully_async) * _CONTROL_PROCESS_BYTES
     return {
         "num_parameters": shape.num_parameters,
@@ -141,8 +154,10 @@ def estimate(spec: RunSpec, shape: ModelShape) -> dict[str, int]:
     }
 
 
-def producer_bytes(spec: RunSpec) -> int:
+def producer_bytes(spec: RunSpec, route_bytes: int = 0) -> int:
     """Bytes of the samples that the producer holds when each has its full length.
+
+    ``route_bytes``: of the expert routes of a token, where they are replayed.
 
     That is one collection, and when fully async also what is in the making and what waits. With
     sample granularity, finished siblings that wait for a slow one come on top.
@@ -151,7 +166,7 @@ def producer_bytes(spec: RunSpec) -> int:
     if spec.fully_async:
         groups = concurrent_groups(spec) + completed_groups_capacity(spec)
         samples += groups * spec.training.samples_per_prompt
-    return samples * spec.core.max_context_length * _HELD_TOKEN_BYTES
+    return samples * spec.core.max_context_length * (_HELD_TOKEN_BYTES + route_bytes)
 
 
 def trainer_bytes(spec: RunSpec, num_parameters: int, vocab_size: int) -> tuple[int, int]:
