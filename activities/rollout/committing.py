@@ -56,9 +56,18 @@ class CollectionWriter:
         """The committed collection of this update and epoch, if there is one."""
         return await asyncio.to_thread(self._read, request)
 
-    async def adopt(self, update: int, manifest: CollectionManifest) -> RolloutCollection:
+    async def read(self, manifest: CollectionManifest) -> list[SampleGroup]:
+        """The groups of a committed collection.
+
+        Raises:
+            DigestMismatch: the file is not the one that was committed.
+        """
+        return await asyncio.to_thread(read_collection, self._store, manifest.collection)
+
+    def adopt(
+        self, update: int, manifest: CollectionManifest, groups: list[SampleGroup]
+    ) -> RolloutCollection:
         """Take over a collection that an earlier life of this producer committed."""
-        groups = await asyncio.to_thread(read_collection, self._store, manifest.collection)
         dropped = [each.draw for each in manifest.dropped]
         self._source.adopt(update, groups, manifest.data_after, dropped)
         return manifest.collection

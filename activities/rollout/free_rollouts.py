@@ -106,9 +106,13 @@ class FreeRollouts:
         self._update = request.update
         try:
             await self._start(request.epoch)
-            return await self._assembly.collect(request)
+            collection = await self._assembly.collect(request)
         finally:
             self._update = None
+        if request.update + 1 >= self._spec.training.num_rollouts:
+            self._run.hold(Hold.HORIZON)
+            self._end_worker()
+        return collection
 
     def enter_epoch(self, epoch: int) -> None:
         """The first call of ``epoch``: what older ones left behind ends."""
@@ -120,8 +124,7 @@ class FreeRollouts:
         if self._epoch is None or self._epoch > epoch:
             return
         self._epoch = None
-        self._run.end()
-        self._ending = asyncio.ensure_future(self._end_epoch())
+        self._end_worker()
 
     async def quiet(self, timeout_s: float) -> None:
         """Admit no training call and begin no group; return when the engines owe none.
@@ -208,19 +211,27 @@ class FreeRollouts:
         """Let the worker run for ``epoch``."""
         if self._epoch is None:
             self._assembly.begin_window()
+        self._run.unhold(Hold.HORIZON)
         self._epoch = epoch
         self._observer.start()
         await self._run.ensure()
 
     async def _adopt(self, update: int, manifest: CollectionManifest) -> RolloutCollection:
         """Take over a committed collection; what was drawn since it will be drawn again."""
+        groups = await self._parts.writer.read(manifest)
         await self._run.stop()
+        # Nothing is awaited from here on: a prompt is either in the queue or in the source.
         self._run.ready.clear()
         self._completed.clear()
         self._selection.take()
-        return await self._parts.writer.adopt(update, manifest)
+        return self._parts.writer.adopt(update, manifest, groups)
 
-    async def _end_epoch(self) -> None:
+    def _end_worker(self) -> None:
+        """End what runs, behind the caller's back; its prompts go back."""
+        self._run.end()
+        self._ending = asyncio.ensure_future(self._ended())
+
+    async def _ended(self) -> None:
         try:
             await self._run.stop()
         except ServiceUnreachable as error:

@@ -26,11 +26,15 @@ from activities.rollout.recovery import POLL_S, ServingHealth, fatal_error
 from activities.rollout.selection import Selection
 from activities.rollout.source import PromptSource
 from activities.wire.engine_pool import EnginePool
-from models.errors import ContractViolation, GenerationFault
+from models.errors import ContractViolation, GenerationFault, PerdureError
 from models.prompt import PromptDraw
 from models.sample import SampleGroup
 
 _log = structlog.get_logger(__name__)
+
+
+LAST_REPORT_S = 10.0
+"""For a worker that failed to write what ended it."""
 
 
 class Hold(StrEnum):
@@ -38,6 +42,8 @@ class Hold(StrEnum):
 
     PUBLICATION = "publication"
     EVALUATION = "evaluation"
+    HORIZON = "horizon"
+    """The run's last collection was taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +109,8 @@ class FreeRun:
 
     @property
     def is_running(self) -> bool:
-        """Whether the worker lives."""
-        return self._worker is not None and not self._worker.done()
+        """Whether the worker lives and was not told to end."""
+        return self._worker is not None and not self._worker.done() and not self._ends
 
     @property
     def owned_groups(self) -> int:
@@ -140,9 +146,12 @@ class FreeRun:
         worker = self._worker
         if self._failure is None and worker is not None and worker.done() and not self._ends:
             self._failure = ContractViolation("the producer's worker ended without an error")
-        if self._failure is not None:
-            await self.stop()
-            self._raise_failure()
+        if self._failure is None:
+            return
+        if worker is not None:
+            await asyncio.wait({worker}, timeout=LAST_REPORT_S)
+        await self.stop()
+        self._raise_failure()
 
     def end(self) -> None:
         """Ask everything that runs to end; ``stop`` waits for it."""
@@ -195,16 +204,20 @@ class FreeRun:
 
     async def _work(self) -> None:
         async with self._errors.watch():
-            await self._pool.wait_ready(self._engine_wait_s)
-            while True:
-                self._health.check()
-                self._flush()
-                self._submit()
-                await self._change()
-                failure = self._settle()
-                if failure is not None:
-                    raise failure
-                self._health.check()
+            try:
+                await self._pool.wait_ready(self._engine_wait_s)
+                while True:
+                    self._health.check()
+                    self._flush()
+                    self._submit()
+                    await self._change()
+                    failure = self._settle()
+                    if failure is not None:
+                        raise failure
+                    self._health.check()
+            except PerdureError as error:
+                self._failure = error  # nobody may take a group while it is being reported
+                raise
 
     def _submit(self) -> None:
         """Begin as many groups as there is room for."""

@@ -194,6 +194,7 @@ class RolloutProducer:
         self._parts.epochs.admit(FenceToken(epoch=token.epoch, update=0, attempt=0))
         if token.epoch > self._epoch:
             self._epoch = token.epoch
+            self._parts.health.start_over()
             if self._free is not None:
                 self._free.enter_epoch(token.epoch)
 

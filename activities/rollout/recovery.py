@@ -64,6 +64,12 @@ class ServingHealth:
         else:
             self._buckets.append([second, successes, failed])
 
+    def start_over(self) -> None:
+        """Engines are others from now on: only what fails under them counts. Totals go on."""
+        self._buckets.clear()
+        self._bad_since = None
+        self._retry_after = -math.inf
+
     @property
     def submission_delay_s(self) -> float:
         """Seconds until new groups may be submitted; running groups are not affected."""

@@ -32,7 +32,8 @@ class SequentialRollouts:
         parts.source.forget(request.consumed_through)
         manifest = await parts.writer.find(request)
         if manifest is not None:
-            return await parts.writer.adopt(request.update, manifest)
+            found = await parts.writer.read(manifest)
+            return parts.writer.adopt(request.update, manifest, found)
         async with parts.errors.watch():
             parts.source.give_back_from(request.update)
             groups = TrainingGroups(
