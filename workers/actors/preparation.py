@@ -8,6 +8,7 @@ from activities.storage import layout
 from activities.storage.store import Store
 from models.base import Carried
 from workers.actors.order import ActorOrder, enter, num_cores
+from workers.sources.folders import is_as_made
 
 
 class PreparedRun(Carried):
@@ -22,9 +23,13 @@ class PreparedRun(Carried):
 
 
 def find_prepared(store: Store, spec_sha256: str) -> PreparedRun | None:
-    """The report of a preparation for exactly this run file; None when it must be made."""
-    needed = (layout.PREPARED_REPORT, layout.MANIFEST_JSON, f"{layout.PREPARED_MODEL}/config.json")
-    if not all(store.exists(path) for path in needed):
+    """The report of a preparation for exactly this run file; None when it must be made.
+
+    Also None when a file of the model was lost or has another size: whoever prepares says so.
+    """
+    if not all(store.exists(path) for path in (layout.PREPARED_REPORT, layout.MANIFEST_JSON)):
+        return None
+    if not is_as_made(store.local_path(layout.PREPARED_MODEL)):
         return None
     report = PreparedRun.model_validate(store.read_json(layout.PREPARED_REPORT))
     return report if report.spec_sha256 == spec_sha256 else None

@@ -1,5 +1,6 @@
 """Model folders: what belongs to one, and how one appears whole or not at all."""
 
+import json
 import os
 import platform
 import secrets
@@ -7,6 +8,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -48,6 +50,24 @@ def staged(folder: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(stage, ignore_errors=True)
         raise
+
+
+def inventory(folder: Path) -> list[dict[str, Any]]:
+    """Path and size of every file but the marker; links count by what they point to."""
+    return [
+        {"path": str(path.relative_to(folder)), "size": path.stat().st_size}
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != MARKER
+    ]
+
+
+def is_as_made(folder: Path) -> bool:
+    """Whether a marked folder still holds the files that its marker lists, with their sizes."""
+    try:
+        marker = json.loads((folder / MARKER).read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(marker, dict) and marker.get("prepared_files") == inventory(folder)
 
 
 def copy_companions(source: Path, target: Path) -> None:

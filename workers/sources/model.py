@@ -20,7 +20,7 @@ from activities.storage.store import Store
 from configs.run import RunSpec
 from models.errors import ConfigurationError
 from workers.engines.native.model_shape import read_model_shape
-from workers.sources.folders import MARKER, staged
+from workers.sources.folders import MARKER, inventory, is_as_made, staged
 from workers.sources.origins import FolderOrigin, Origin, origin_of
 
 _log = structlog.get_logger(__name__)
@@ -136,7 +136,7 @@ def _build(origin: Origin, identity: dict[str, Any], target: Path) -> None:
     with storage_errors(str(target)), staged(target) as stage:
         origin.build(stage)
         describe_model(stage)
-        marker = {"identity": identity, "prepared_files": _inventory(stage)}
+        marker = {"identity": identity, "prepared_files": inventory(stage)}
         (stage / MARKER).write_text(json.dumps(marker, indent=2, sort_keys=True) + "\n")
     _log.info("model prepared", path=str(target), seconds=round(time.perf_counter() - started, 1))
 
@@ -165,7 +165,7 @@ def _require_same(target: Path, identity: dict[str, Any]) -> None:
             f"{target} was prepared from another model ({changed}); choose another output.root or "
             "restore the model.source of this run"
         )
-    if marker["prepared_files"] != _inventory(target):
+    if not is_as_made(target):
         raise ConfigurationError(
             f"{target} was changed after it was prepared; remove it so that it is made again"
         )
@@ -182,15 +182,6 @@ def _first_difference(old: Any, new: Any, where: str = "identity") -> str:
             if left != right:
                 return _first_difference(left, right, f"{where}[{place}]")
     return f"{where}: {str(old)[:80]} then, {str(new)[:80]} now"
-
-
-def _inventory(folder: Path) -> list[dict[str, Any]]:
-    """Path and size of every file but the marker; links count by what they point to."""
-    return [
-        {"path": str(path.relative_to(folder)), "size": path.stat().st_size}
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != MARKER
-    ]
 
 
 def _num_elements(file: Path) -> int:
