@@ -63,7 +63,7 @@ class _Engine:
             groups = tuple(self.unreleased)
             try:
                 await self.client.release_groups(groups)
-            except ServiceUnreachable as error:
+            except (ServiceUnreachable, ContractViolation) as error:
                 _log.warning("groups not released", groups=len(groups), reason=error.message)
                 return
             self.unreleased.difference_update(groups)

@@ -1,6 +1,7 @@
 """The engine client: what it refuses to send, what it refuses to believe, how it fails."""
 
 import asyncio
+import gc
 import json
 
 import httpx
@@ -382,3 +383,31 @@ async def test_a_kept_engine_keeps_its_calls_when_others_change():
     with pytest.raises(GenerationFault, match="removed"):
         await route.generate(request(), timeout_s=5)
     await pool.aclose()
+
+
+async def test_groups_that_a_router_refuses_to_release_harm_nobody():
+    unheard = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unheard.append(context))
+    released = []
+
+    def handler(request):
+        if request.url.path == "/router/release":
+            released.append(json.loads(request.content)["groups"])
+            return httpx.Response(404 if len(released) == 1 else 200, json={"detail": "stopping"})
+        return httpx.Response(503, json={"detail": "No healthy rollout workers available"})
+
+    pool = EnginePool(
+        lambda url: EngineClient(url, transport=httpx.MockTransport(handler)), routed=True
+    )
+    await pool.set_engines((URL,))
+    for count in (1, 2):
+        async with pool.reserve(1, timeout_s=1) as route:
+            with pytest.raises(GenerationFault):
+                await route.generate(request(), timeout_s=1)
+        async with asyncio.timeout(5):
+            while len(released) < count:
+                await asyncio.sleep(0.001)
+    await pool.aclose()
+    gc.collect()
+    assert len(released[1]) == 2  # what was refused goes with the next ones
+    assert unheard == []

@@ -86,8 +86,7 @@ class Upstream:
         return None
 
     async def _connect(self) -> "_Connection":
-        if self._closed:
-            raise UpstreamLost("the engine is not used any more")
+        self._require_open()
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
@@ -96,7 +95,16 @@ class Upstream:
                 )
         except (TimeoutError, OSError) as error:
             raise UpstreamLost(f"no connection: {str(error) or 'timed out'}") from error
+        try:
+            self._require_open()
+        except UpstreamLost:
+            connection.hang_up()
+            raise
         return connection
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise UpstreamLost("the engine is not used any more")
 
 
 class _Connection(asyncio.Protocol):
