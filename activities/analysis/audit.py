@@ -37,7 +37,10 @@ Which cursor is asked
 
 missing: drawn, and neither trained, dropped nor pending. doubled: consumed more than once, that is
 kept or dropped by two collections or twice by one; drawn twice in one pass over the data; or owed
-again by a ledger that should have forgotten it. A collection whose file is gone proves nothing: its
+again by a ledger that should have forgotten it. Beyond that the books are wrong when two files of
+the line name different prompts under one number, when a trained group has other than all of its
+samples, when the policy version falls, and when the newest checkpoint, which a resume would go by,
+does not owe exactly what was not consumed. A collection whose file is gone proves nothing: its
 groups are missing, and a note says why.
 """
 
@@ -69,7 +72,15 @@ class Audit:
     """Updates of the final line that have no row; their collection is inferred."""
     updates_unreadable: int
     """Updates of the final line whose collection is gone or damaged: what they trained is open."""
+    updates_lost: int
+    """Updates after which the policy version fell without a rebuild: trained steps are gone."""
     prompts_doubled: int
+    prompts_mixed_up: int
+    """Numbers under which files of the final line name two prompts."""
+    groups_incomplete: int
+    """Groups that were trained with other than all of their samples."""
+    prompts_wrong_in_checkpoint: int
+    """Prompts that a resume from the newest checkpoint would lose or train again."""
     prompts_dropped: dict[str, int]
     """Reason -> prompts."""
     cursor: str
@@ -114,8 +125,15 @@ class Audit:
         faults = (
             (self.count(Fate.MISSING), "prompts missing"),
             (self.prompts_doubled, "prompts doubled"),
+            (self.prompts_mixed_up, "prompts under another one's number"),
+            (self.groups_incomplete, "groups trained with samples missing"),
             (self.updates_doubled, "updates doubled"),
+            (self.updates_lost, "updates after which the policy version fell"),
             (self.updates_unreadable, "updates whose collection cannot be read"),
+            (
+                self.prompts_wrong_in_checkpoint,
+                "prompts that a resume would lose or train again",
+            ),
         )
         return [f"{number} {what}" for number, what in faults if number]
 
@@ -134,8 +152,14 @@ def audit(root: str) -> Audit:
     books.add_ahead()
     position = _newest_position(line)
     books.settle(position)
+    wrong_ahead = [] if line.checkpoint is None else books.wrong_in(line.checkpoint)
     books.add_history()
     notes = [*evidence.notes, *_notes_on(line)]
+    if line.checkpoint is not None and wrong_ahead:
+        notes.append(
+            f"{line.checkpoint.source} does not fit what was consumed: groups {_some(wrong_ahead)}"
+        )
+    lives = tuple(life for _, life in sorted(books.lives.items()))
     return Audit(
         run_id=evidence.run_id,
         updates=len(line.updates),
@@ -143,10 +167,14 @@ def audit(root: str) -> Audit:
         updates_redone=line.redone,
         updates_unrecorded=sum(not each.recorded for each in line.updates),
         updates_unreadable=books.unreadable,
+        updates_lost=len(line.lost),
         prompts_doubled=books.doubled,
+        prompts_mixed_up=sum(life.mixed_up for life in lives),
+        groups_incomplete=sum(life.incomplete for life in lives),
+        prompts_wrong_in_checkpoint=len(wrong_ahead),
         prompts_dropped=dict(sorted(books.dropped.items())),
         cursor=position.source,
-        lives=tuple(life for _, life in sorted(books.lives.items())),
+        lives=lives,
         trained=tuple(books.trained),
         notes=tuple(notes),
     )
@@ -181,6 +209,8 @@ def _notes_on(line: FinalLine) -> list[str]:
         )
     if line.doubled:
         notes.append(f"applied twice: updates {_some(list(line.doubled))}")
+    if line.lost:
+        notes.append(f"policy version fell: updates {_some(list(line.lost))}")
     if line.undone:
         notes.append(f"{line.undone} finished updates were undone by a rebuild, to be done again")
     saved = -1 if line.checkpoint is None else line.checkpoint.consumed

@@ -42,6 +42,9 @@ class Books:
                 self.trained += [outcome.identity] * outcome.times
                 life.trained += [(each.update, each.policy_version)] * outcome.times
                 life.fate, life.reason = Fate.TRAINED, ""
+                life.incomplete |= outcome.samples != (
+                    self._evidence.samples_per_prompt or outcome.samples
+                )
             if each.manifest is not None:
                 self._add_dropped(each.manifest)
 
@@ -66,6 +69,9 @@ class Books:
             elif any(update <= position.consumed for update in life.consumed):
                 life.doubled = True
                 owed_again += 1
+            if draw.group_index >= position.state.sample_group_index:  # and will be drawn again
+                life.doubled = True
+                owed_again += 1
         drawn = max(position.state.sample_group_index, max(self.lives, default=-1) + 1)
         for index in range(drawn):
             self.lives.setdefault(index, PromptLife(index))
@@ -74,6 +80,24 @@ class Books:
             life.reason for life in self.lives.values() if life.fate is Fate.DROPPED
         )
         self._place_unnamed_drops()
+
+    def wrong_in(self, position: Position) -> list[int]:
+        """Groups that who resumes from an older position would lose, or train again.
+
+        Those that are wrong anyway are not repeated. What a collection that cannot be read, or
+        names no drops, consumed is not known; then nothing is said.
+        """
+        if self.unreadable or self._unnamed:
+            return []
+        owed = {draw.group_index for draw in position.state.pending}
+        wrong = []
+        for index in range(position.state.sample_group_index):
+            # A rebuilt producer may not have drawn yet what the checkpoint has seen drawn.
+            life = self.lives.get(index, PromptLife(index, fate=Fate.PENDING))
+            is_consumed = any(update <= position.consumed for update in life.consumed)
+            if is_consumed == (index in owed) and not life.is_wrong:
+                wrong.append(index)
+        return wrong
 
     def add_history(self) -> None:
         """Enter what undone collections held and what older ledgers tell.
@@ -87,14 +111,15 @@ class Books:
                 for outcome in read_outcomes(self._store, collection.uri, collection.sha256):
                     if outcome.identity.group_index in self.lives:
                         undone = (collection.update, collection.epoch)
-                        self._life(outcome.identity).abandoned.append(undone)
+                        self._name(outcome.identity).abandoned.append(undone)
         undone_manifests = {id(manifest) for manifest in self._line.abandoned}
         for manifest in self._evidence.manifests.values():
             for draw in manifest.data_after.pending:
                 if draw.group_index in self.lives:
-                    life = self._life(_identity(draw))
-                    if id(manifest) not in undone_manifests:
-                        life.tell(draw)
+                    if id(manifest) in undone_manifests:
+                        self._name(_identity(draw))
+                    else:
+                        self._life(_identity(draw)).tell(draw)
 
     def _consumed_again(self) -> int:
         """Times beyond the first that a collection keeps or drops a group."""
@@ -169,6 +194,14 @@ class Books:
         return read or []
 
     def _life(self, identity: GroupIdentity) -> PromptLife:
+        """The life under that number, told by a file of the final line that it is this prompt's."""
+        life = self._name(identity)
+        named = (life.prepared_sample_id, life.epoch_id)
+        life.mixed_up |= named != (identity.prepared_sample_id, identity.epoch_id)
+        return life
+
+    def _name(self, identity: GroupIdentity) -> PromptLife:
+        """The life under that number; the first file to name it says which prompt it is."""
         life = self.lives.setdefault(identity.group_index, PromptLife(identity.group_index))
         if life.prepared_sample_id is None:
             life.prepared_sample_id = identity.prepared_sample_id

@@ -12,6 +12,7 @@ from activities.storage import layout
 from activities.storage.commit import newest_checkpoint, read_cursor, read_marker
 from activities.storage.store import Store
 from configs.load import resolve_document
+from configs.run import RunSpec
 from models.base import Carried
 from models.errors import ConfigurationError, PerdureError
 from models.prompt import DataState
@@ -63,6 +64,8 @@ class Evidence:
     """Of the newest valid checkpoint."""
     steps_per_update: int | None = None
     """Most optimizer steps that one update may take; none when the run file cannot be read."""
+    samples_per_prompt: int | None = None
+    """Samples of a whole group; none when the run file cannot be read."""
     notes: list[str] = field(default_factory=list)
     """What is missing, torn or unreadable, in words."""
 
@@ -96,9 +99,10 @@ def read_evidence(store: Store) -> Evidence:
         layout.WORKFLOW_JSON, partial(_object, store, layout.WORKFLOW_JSON)
     )
     evidence.run_id = str((workflow or {}).get("run_id", ""))
-    evidence.steps_per_update = evidence.try_read(
-        layout.RESOLVED_CONFIG, partial(_steps_per_update, store)
-    )
+    spec = evidence.try_read(layout.RESOLVED_CONFIG, partial(_spec, store))
+    if spec is not None:
+        evidence.steps_per_update = spec.steps_per_update
+        evidence.samples_per_prompt = spec.training.samples_per_prompt
     return evidence
 
 
@@ -151,9 +155,9 @@ def _object(store: Store, path: str) -> dict[str, Any]:
     return value
 
 
-def _steps_per_update(store: Store) -> int:
+def _spec(store: Store) -> RunSpec:
     document = _object(store, layout.RESOLVED_CONFIG)
-    return resolve_document(document, origin=layout.RESOLVED_CONFIG).spec.steps_per_update
+    return resolve_document(document, origin=layout.RESOLVED_CONFIG).spec
 
 
 def _first_line(error: Exception) -> str:

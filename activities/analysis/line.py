@@ -12,6 +12,7 @@ report was lost with its worker; its collection is the one that stands.
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from activities.analysis.evidence import Evidence, Position, UpdateRow
 from models.rollout import CollectionManifest
@@ -48,6 +49,8 @@ class FinalLine:
     """Finished updates that were undone and are not finished again yet."""
     doubled: tuple[int, ...]
     """Updates that were applied twice to the same trainer state."""
+    lost: tuple[int, ...]
+    """Updates after which the trainer had fewer steps than before, without a rebuild."""
     checkpoint: Position | None
     """The newest checkpoint, if it stands."""
 
@@ -109,6 +112,7 @@ def final_line(evidence: Evidence) -> FinalLine:
         redone=sum(update < length for update, _ in undone),
         undone=sum(update >= length for update, _ in undone),
         doubled=_doubled(rows, evidence.steps_per_update),
+        lost=_lost(rows),
         checkpoint=checkpoint,
     )
 
@@ -153,3 +157,9 @@ def _doubled(rows: dict[int, list[UpdateRow]], steps_per_update: int | None) -> 
             doubled.add(update)
         before, version = update, last.policy_version
     return tuple(sorted(doubled))
+
+
+def _lost(rows: dict[int, list[UpdateRow]]) -> tuple[int, ...]:
+    """Updates whose version is below the one before: along the final line it never falls."""
+    last = {update: rows[update][-1].policy_version for update in sorted(rows)}
+    return tuple(after for before, after in pairwise(last) if last[after] < last[before])

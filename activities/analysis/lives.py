@@ -54,11 +54,16 @@ class PromptLife:
     stale: int = 0
     """Times that it was finished and too old to train, as far as a ledger tells."""
     doubled: bool = False
+    mixed_up: bool = False
+    """Files of the final line name two prompts under this number."""
+    incomplete: bool = False
+    """It was trained with other than all of its samples."""
 
     @property
     def is_wrong(self) -> bool:
-        """Whether it was lost, or consumed or owed more than once."""
-        return self.doubled or self.fate is Fate.MISSING
+        """Whether it was lost, mixed up, trained in part, or consumed or owed more than once."""
+        faults = self.doubled or self.mixed_up or self.incomplete
+        return faults or self.fate is Fate.MISSING
 
     @property
     def reached(self) -> Reached:

@@ -16,6 +16,7 @@ def as_json(books: Audit) -> dict[str, Any]:
         "run_id": books.run_id,
         "updates": books.updates,
         "updates_doubled": books.updates_doubled,
+        "updates_lost": books.updates_lost,
         "updates_redone": books.updates_redone,
         "updates_unrecorded": books.updates_unrecorded,
         "updates_unreadable": books.updates_unreadable,
@@ -25,6 +26,9 @@ def as_json(books: Audit) -> dict[str, Any]:
         "prompts_dropped": books.prompts_dropped,
         "prompts_missing": books.count(Fate.MISSING),
         "prompts_doubled": books.prompts_doubled,
+        "prompts_mixed_up": books.prompts_mixed_up,
+        "prompts_wrong_in_checkpoint": books.prompts_wrong_in_checkpoint,
+        "groups_incomplete": books.groups_incomplete,
         "prompts_requeued": _count(books, "requeues"),
         "prompts_stale": _count(books, "stale"),
         "prompts_overtaken": books.overtaken,
@@ -112,6 +116,8 @@ def _story(life: PromptLife) -> str:
         parts.append(f"{life.samples - life.scored} of {life.samples} samples without a reward")
     if life.doubled:
         parts.append(f"DOUBLED: in collections {life.consumed}")
+    parts += ["MIXED UP: files name another prompt too"] if life.mixed_up else []
+    parts += [f"INCOMPLETE: {life.samples} samples"] if life.incomplete else []
     parts += [f"undone in update {update} of epoch {epoch}" for update, epoch in life.abandoned]
     parts += [f"sampled again after {life.requeues} failures"] if life.requeues else []
     parts += [f"sampled again {life.stale} times for age"] if life.stale else []
@@ -133,6 +139,8 @@ def life_json(life: PromptLife) -> dict[str, Any]:
         "scored": life.scored,
         "consumed_by": life.consumed,
         "doubled": life.doubled,
+        "mixed_up": life.mixed_up,
+        "incomplete": life.incomplete,
         "requeues": life.requeues,
         "stale": life.stale,
     }
