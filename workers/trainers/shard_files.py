@@ -70,7 +70,8 @@ class ShardReader:
         self._paths = paths
         self._files = files
         self._index = index
-        self.names = set[str]().union(*(file.keys() for file in files))
+        self._held = [set(file.keys()) for file in files]
+        self.names = set[str]().union(*self._held)
         """Names of all tensors."""
 
     def refuse_other_names(self, expected: set[str]) -> None:
@@ -83,14 +84,14 @@ class ShardReader:
             )
 
     @torch.no_grad()
-    def fill(self, target: Tensor, name: str, parameter: str, ranks: Ranks) -> None:
+    def fill(self, target: Tensor, name: str, ranks: Ranks, parameter: str | None = None) -> None:
         """Copy tensor ``name`` into ``target``, or this rank's rows of it.
 
         Args:
             target: where to; sharded or not.
             name: in the files.
-            parameter: the parameter that it is cut like.
             ranks: who reads the other rows.
+            parameter: the parameter that it is cut like; none: it is whole in the first file.
 
         Raises:
             ContractViolation: another shape, or rows that no file has.
@@ -98,7 +99,7 @@ class ShardReader:
         begin, end = 0, target.shape[0] if target.dim() else 0
         if is_sharded(target):
             begin, end = own_rows(target, ranks.rank, ranks.world)
-        cuts = None if self._index is None else self._index.rows.get(parameter)
+        cuts = None if self._index is None else self._index.rows.get(parameter or "")
         shape = self._shape(name, cuts)
         if shape != list(target.shape):
             raise ContractViolation(
@@ -119,7 +120,10 @@ class ShardReader:
         """Shape of the whole tensor; checks that the files have the rows that the index says."""
         if cuts is None:
             return list(self._files[0].get_slice(name).get_shape())
-        parts = [list(file.get_slice(name).get_shape()) for file in self._files]
+        having = [
+            file for file, names in zip(self._files, self._held, strict=True) if name in names
+        ]
+        parts = [list(file.get_slice(name).get_shape()) for file in having]
         held = [part[0] for part in parts]
         adjoining = [begin for begin, _ in cuts[1:]] == [end for _, end in cuts[:-1]]
         if held != [end - begin for begin, end in cuts] or cuts[0][0] != 0 or not adjoining:

@@ -107,7 +107,7 @@ def read_state(
             weights = named_weights(model)
             reader.refuse_other_names(set(weights))
             for name, target in weights.items():
-                reader.fill(target, name, name, ranks)
+                reader.fill(target, name, ranks, name)
         _restore_moments(folder, index, dict(model.named_parameters()), optimizer, ranks)
     return state
 
@@ -152,7 +152,8 @@ def _restore_moments(
                 "step": torch.zeros((), device=parameter.device),
             }
             for key in _MOMENTS:
-                reader.fill(state[key], f"{key}.{name}", name, ranks)
+                like = None if key == "step" else name
+                reader.fill(state[key], f"{key}.{name}", ranks, like)
             optimizer.state[parameter] = state
 
 
