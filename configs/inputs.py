@@ -34,6 +34,12 @@ def _prompts(spec: RunSpec) -> Iterator[Problem]:
 def _root(spec: RunSpec) -> Iterator[Problem]:
     root = spec.output.root
     if is_url(root):
+        yield Problem(
+            "output.root",
+            "engines and trainer read the prepared model as a local file",
+            root,
+            "use a local folder; what a run leaves there can be copied",
+        )
         return
     existing = next(path for path in (Path(root), *Path(root).parents) if path.exists())
     if not existing.is_dir():

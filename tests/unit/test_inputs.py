@@ -36,6 +36,13 @@ def test_a_hub_id_is_not_fetched_and_good_data_is_silent(tmp_path: Path) -> None
     assert not (tmp_path / "root").exists()
 
 
+def test_a_root_that_no_engine_can_read_is_refused_before_a_start(tmp_path: Path) -> None:
+    assert problems(tmp_path, output={"root": "s3://bucket/run"}) == [
+        'output.root = "s3://bucket/run": engines and trainer read the prepared model as a local '
+        "file; use a local folder; what a run leaves there can be copied"
+    ]
+
+
 @pytest.mark.parametrize(
     ("files", "message"),
     [
