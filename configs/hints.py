@@ -27,6 +27,9 @@ _ELSEWHERE = {
     "lr_decay_style": "it is optimizer.lr_schedule",
     "moe": "a tiny mixture of experts is described in [model.tiny], any other by its own files",
     **dict.fromkeys(
+        ("num_gpus", "num_ranks", "num_workers", "world_size"), "it is trainer.num_processes"
+    ),
+    **dict.fromkeys(
         ("placement_mode", "colocate", "colocated"),
         "engines and trainer are processes of their own always; remove the key",
     ),

@@ -43,10 +43,13 @@ def _loss_warnings(spec: RunSpec) -> Iterator[tuple[str, str]]:
     if training.dppo_divergence_type is not None and not (
         training.use_rollout_logprobs or spec.steps_per_update > 1
     ):
+        remedy = "set training.use_rollout_logprobs"
+        if spec.core.publication_mode == "refresh":
+            remedy += ' with core.publication_mode = "barrier" or "rolling"'
         yield (
             "mask_never_bites",
             "with one optimizer step an update every ratio is 1, so training.dppo_divergence_type "
-            "masks nothing; set training.use_rollout_logprobs",
+            f"masks nothing; {remedy}",
         )
     elif training.dppo_divergence_type == "tv" and training.dppo_threshold >= 1:
         yield (

@@ -263,6 +263,10 @@ def test_tiny_defaults_are_written_out(tmp_path: Path) -> None:
             "[model.tiny], any other by its own files",
         ),
         (
+            "[trainer]\nworld_size = 2\n",
+            "trainer.world_size = 2: unknown key in [trainer]; it is trainer.num_processes",
+        ),
+        (
             "[training]\nwhiten_advantages = true\n",
             "training.whiten_advantages = true: unknown key in [training]; did you mean "
             "'normalize_advantages'?",

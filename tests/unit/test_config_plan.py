@@ -228,6 +228,16 @@ def test_a_warning_names_the_key_and_when_it_says_something() -> None:
     ]
 
 
+def test_a_remedy_is_one_that_the_run_may_take() -> None:
+    masked = 'training.dppo_divergence_type="tv"'
+    plan = build_plan(load_run(RECIPES / "async-cpu.toml", [masked]))
+    (warning,) = plan["warnings"]
+    assert warning["code"] == "mask_never_bites"
+    assert 'with core.publication_mode = "barrier" or "rolling"' in warning["message"]
+    remedied = [masked, "training.use_rollout_logprobs=true", 'core.publication_mode="rolling"']
+    assert build_plan(load_run(RECIPES / "async-cpu.toml", remedied))["warnings"] == []
+
+
 def test_shape_and_stages() -> None:
     plan = build_plan(load_run(TINY))
     assert plan["runtime"]["shape"] == {
