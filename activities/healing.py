@@ -1,8 +1,8 @@
 """Keeping engines alive under a long call: a dead one is replaced, loaded, verified, routed to.
 
 Dead means: its process ended, or the router of a fully async run does not route to it although it
-lives, because it hangs or says that it serves other weights. A router that died is replaced with
-the engines; it starts without a table and gets one.
+lives, because it hangs or says that it serves other weights. A router that died or does not answer
+is replaced with the engines; it starts without a table and gets one.
 
 Two workers may heal one run at once, each with its own lock. Both start engines under the same
 actor names, of which the cluster keeps one: the later start ends the earlier one, whose worker then
@@ -17,17 +17,20 @@ from typing import Any, TypeVar
 import structlog
 
 from activities.loading import LoadOrder, load_engines, update_timeout_s
-from activities.routing import route, router_state
+from activities.routing import connected_router, route
 from activities.site import Site
 from configs.run import RunSpec
 from models.errors import ContractViolation, EngineLost, PerdureError, ServiceUnreachable
 from models.ids import FenceToken, RunRef
 from models.ports import EngineHandle
 from models.publication import WeightsRef
-from models.routing import EngineState
+from models.routing import EngineState, RoutedEngineStatus
 
 LOOK_EVERY_S = 3.0
 """Time between looks at what the router thinks of its engines: it tells nobody by itself."""
+
+ROUTER = "router"
+"""Its name beside those of engines."""
 
 _log = structlog.get_logger(__name__)
 
@@ -35,7 +38,7 @@ T = TypeVar("T")
 
 
 async def restart_engines(site: Site, run: RunRef, token: FenceToken) -> tuple[EngineHandle, ...]:
-    """Replace dead engines, those that the router does not use any more, and a dead router.
+    """Replace engines that are dead or that the router gave up, and a router that is dead or hangs.
 
     Returns the engines that need the current weights.
 
@@ -45,7 +48,7 @@ async def restart_engines(site: Site, run: RunRef, token: FenceToken) -> tuple[E
     """
     given_up = await _given_up(site, run)
     if given_up:
-        _log.warning("the router gave engines up, replacing them", engines=given_up)
+        _log.warning("replacing what lives and does not serve", servers=given_up)
         await site.fleet.replace_engines(token, run, given_up)
     return await site.fleet.heal_engines(token, run)
 
@@ -60,10 +63,11 @@ async def heal(site: Site, run: RunRef, token: FenceToken, timeout_s: float) -> 
         StaleFence: the token's epoch does not own the run's root any more.
     """
     fresh = await restart_engines(site, run, token)
-    weights = await site.fleet.trainer(run).exported()
+    weights, engines = await asyncio.gather(
+        site.fleet.trainer(run).exported(), site.fleet.engines(run)
+    )
     if weights is None:
         return
-    engines = await site.fleet.engines(run)
     unsure = await _unsure(site, run, engines, fresh, weights)
     if not unsure:
         return
@@ -187,9 +191,17 @@ class _Healer:
 
 
 async def _given_up(site: Site, run: RunRef) -> tuple[str, ...]:
-    """Names of live engines that the router will not route to again by itself."""
-    state = await router_state(site, run)
-    rows = () if state is None else state.engines
+    """Names of what lives and must be replaced.
+
+    That is a router that does not answer, and engines that it will not route to again by itself.
+    """
+    try:
+        rows = await _rows(site, run) or ()
+    except EngineLost:  # the router is dead: no more needs to be ended
+        return ()
+    except ServiceUnreachable as error:
+        _log.warning("the router does not answer", reason=error.message)
+        return (ROUTER,)
     given_up = {
         (row.engine.name, row.engine.incarnation)
         for row in rows
@@ -213,10 +225,12 @@ async def _unsure(
 
     Without a router the producer keeps what it was told, so the fresh ones are all there is.
     """
-    if await site.fleet.router(run) is None:
+    try:
+        rows = await _rows(site, run)
+    except (EngineLost, ServiceUnreachable):
+        rows = ()
+    if rows is None:
         return list(fresh)
-    state = await router_state(site, run)
-    rows = () if state is None else state.engines
     known = {
         (row.engine.name, row.engine.incarnation, row.engine.url)
         for row in rows
@@ -228,6 +242,22 @@ async def _unsure(
         for engine in engines
         if engine in fresh or (engine.name, engine.incarnation, engine.url) not in known
     ]
+
+
+async def _rows(site: Site, run: RunRef) -> tuple[RoutedEngineStatus, ...] | None:
+    """The engines as the router sees them; None for a run without one. Asked twice at most.
+
+    Raises:
+        EngineLost: the router is dead.
+        ServiceUnreachable: it does not answer.
+    """
+    async with connected_router(site, run) as router:
+        if router is None:
+            return None
+        try:
+            return (await router.state()).engines
+        except ServiceUnreachable:  # a busy machine, it may be
+            return (await router.state()).engines
 
 
 async def _end(*tasks: "asyncio.Future[Any]") -> None:

@@ -184,7 +184,7 @@ class FleetPort(Protocol):
         ...
 
     async def replace_engines(self, token: FenceToken, run: RunRef, names: tuple[str, ...]) -> None:
-        """End these engines although they live: they hang, or failed an update.
+        """End these engines (or ``router``) although they live: they hang, or failed an update.
 
         ``heal_engines`` starts their replacements.
         """

@@ -9,6 +9,7 @@ from temporalio.testing import ActivityEnvironment
 
 from activities.healing import heal
 from activities.publish import publish
+from activities.wire import router_client
 from activities.wire.router_client import RouterClient
 from models.errors import EngineLost, StaleFence
 from models.publication import PublishRequest
@@ -86,6 +87,21 @@ async def test_a_router_that_dies_is_told_and_replaced(fleet: RayFleet, make_run
     assert report.rebuilt == ()
     await fleet.teardown(run.ref)
     assert not any(psutil.pid_exists(each.pid) for each in after.values())
+
+
+async def test_a_router_that_hangs_is_replaced(fleet: RayFleet, make_run, monkeypatch):
+    monkeypatch.setattr(router_client, "CONTROL_TIMEOUT_S", 0.5)
+    run: Run = make_run(**{"async": {"fully_async": True}})
+    await fleet.prepare(run.token(), run.request())
+    await published(fleet, run, 0)
+    before = (await statuses(fleet, run))["router"]
+    psutil.Process(before.pid).suspend()
+    await heal(site_of(fleet), run.ref, run.token(1), 30.0)
+    after = (await statuses(fleet, run))["router"]
+    assert (after.incarnation, after.alive) == (before.incarnation + 1, True)
+    assert not psutil.pid_exists(before.pid)
+    assert [each.routable for each in (await state_of(fleet, run)).engines] == [True]
+    assert (await collected(fleet, run, 0)).counts.groups == 4
 
 
 async def test_engines_are_replaced_although_they_live(fleet: RayFleet, make_run):

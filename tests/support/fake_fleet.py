@@ -208,6 +208,8 @@ class FakeFleet:
         for rank, engine in enumerate(self.engine_list):
             if engine.name in names:
                 self.kill_engine(rank)
+        if "router" in names:
+            self.kill_router()
 
     def _heal_router(self) -> None:
         """Start the router if the run has one and it is dead; it begins without a table."""

@@ -16,6 +16,8 @@ class FakeRouter:
     url: str = "http://router.0"
     incarnation: int = 0
     alive: bool = True
+    deaf: bool = False
+    """It lives and answers nothing."""
     table: RoutingTable = field(default_factory=RoutingTable)
     tables: list[RoutingTable] = field(default_factory=list)
     """Every table that it was given, oldest first."""
@@ -55,8 +57,8 @@ class FakeRouterClient:
         self.router, self.script = router, script
 
     def _answer(self, token: FenceToken | None = None) -> None:
-        if not self.router.alive:
-            raise ServiceUnreachable(f"{self.router.url}: connection refused")
+        if not self.router.alive or self.router.deaf:
+            raise ServiceUnreachable(f"{self.router.url}: connection refused or no answer")
         if token is None:
             return
         if token.epoch < self.router.epoch:

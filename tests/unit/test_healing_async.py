@@ -91,6 +91,41 @@ async def test_a_new_router_gets_the_table_and_the_producer_its_address(
     assert [call for call in bench.log if call.startswith("load")] == loads
 
 
+async def test_a_router_that_hangs_is_replaced(bench: PublicationBench) -> None:
+    before = bench.fleet.live_router.table
+    bench.fleet.live_router.deaf = True
+    await heal(bench.site, bench.run, bench.token(0, 2), 5.0)
+    assert "replace router" in bench.log
+    assert bench.fleet.live_router.table == before
+    assert bench.fleet.live_producer.urls == ("http://router.1",)
+    assert [engine.incarnation for engine in bench.fleet.engine_list] == [0, 0]
+
+
+async def test_a_router_that_hangs_under_a_waiting_collection_is_replaced(
+    bench: PublicationBench,
+) -> None:
+    gate = bench.fleet.script.hold("collect 0")
+    request = CollectRequest(
+        run=bench.run, epoch=1, update=0, policy_version=0, consumed_through=-1
+    )
+    collecting = asyncio.create_task(
+        bench.activity.run(collect, bench.site, request, token_of(request, 1))
+    )
+    await bench.fleet.script.reached("collect 0")
+    bench.fleet.live_router.deaf = True
+    await until(lambda: bench.fleet.live_producer.urls == ("http://router.1",))
+    gate.set()
+    assert (await asyncio.wait_for(collecting, DEADLINE_S)).update == 0
+
+
+async def test_a_router_that_hangs_under_a_publication_is_replaced(bench: PublicationBench) -> None:
+    bench.fleet.live_router.deaf = True
+    report = await bench.publish(1)
+    assert report.version == 1
+    assert bench.fleet.live_producer.urls == ("http://router.1",)
+    assert bench.fleet.live_router.routable() == ["engine-0", "engine-1"]
+
+
 async def test_an_engine_that_hangs_is_replaced_while_a_collection_waits(
     bench: PublicationBench,
 ) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import structlog
 
@@ -20,6 +20,14 @@ START_MARGIN_S = 30.0
 """Added to the server's own start deadline when waiting for its actor's answer."""
 
 _log = structlog.get_logger(__name__)
+
+
+class Ensured(NamedTuple):
+    """Engines in rank order."""
+
+    live: tuple[EngineHandle, ...]
+    fresh: tuple[EngineHandle, ...]
+    """Those of ``live`` that were started just now."""
 
 
 class Engines:
@@ -42,16 +50,17 @@ class Engines:
         found = await self._all_facts()
         return tuple(_handle(facts) for facts in found.values() if facts is not None)
 
-    async def ensure(self) -> tuple[EngineHandle, ...]:
-        """Start every engine that is dead or foreign; return those that were started.
+    async def ensure(self) -> Ensured:
+        """Start every engine that is dead or foreign.
 
         Raises:
             EngineLost: a server did not start; the message holds the end of its log.
         """
         found = await self._all_facts()
         dead = [rank for rank, facts in found.items() if facts is None]
+        handles = {rank: _handle(facts) for rank, facts in found.items() if facts is not None}
         if not dead:
-            return ()
+            return Ensured(tuple(handles.values()), ())
         spec = await self._fleet.spec()
         group = await place(
             self._fleet.cluster,
@@ -62,11 +71,13 @@ class Engines:
         )
         started = await together(self._spawn(rank, in_bundle(group, rank)) for rank in dead)
         await self._deaths.started()
-        return tuple(started)
+        handles |= dict(zip(dead, started, strict=True))
+        return Ensured(tuple(handles[rank] for rank in sorted(handles)), tuple(started))
 
-    async def stale(self, weights: WeightsRef) -> tuple[EngineHandle, ...]:
-        """Live engines that do not say that they serve the version of ``weights``."""
-        handles = await self.live()
+    async def stale(
+        self, weights: WeightsRef, handles: tuple[EngineHandle, ...]
+    ) -> tuple[EngineHandle, ...]:
+        """Those of ``handles`` that do not say that they serve the version of ``weights``."""
         versions = await asyncio.gather(*(self._version(each, weights) for each in handles))
         return tuple(
             handle

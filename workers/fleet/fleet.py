@@ -16,7 +16,7 @@ from models.run import PrepareReport, PrepareRequest
 from workers.fleet import ending
 from workers.fleet.cluster import RayCluster
 from workers.fleet.deaths import Deaths
-from workers.fleet.engines import Engines
+from workers.fleet.engines import Engines, together
 from workers.fleet.preparing import prepare
 from workers.fleet.remote_ports import RemoteProducer, RemoteTrainer
 from workers.fleet.router import Router
@@ -103,12 +103,12 @@ class RayFleet:
         fleet, _, engines, router = self._run(run)
         async with fleet.lock:
             await asyncio.to_thread(require_epoch, fleet.store, token.epoch)
-            await router.ensure()
-            fresh = await engines.ensure()
-            weights = await self.trainer(run).exported()
+            _, ensured, weights = await together(
+                (router.ensure(), engines.ensure(), self.trainer(run).exported())
+            )
             if weights is None:
-                return fresh
-            return await engines.stale(weights)
+                return ensured.fresh
+            return await engines.stale(weights, ensured.live)
 
     @asynccontextmanager
     async def engine_deaths(self, run: RunRef) -> AsyncIterator[AsyncIterator[str]]:

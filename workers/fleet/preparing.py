@@ -154,7 +154,6 @@ async def _bring_up(
     keep_producer: bool,
 ) -> tuple[ActorFacts, tuple[str, ...]]:
     """Start what is missing, all at once; return the trainer's facts and what was started."""
-    before = {engine.name for engine in await engines.live()}
 
     async def trainer() -> ActorFacts:
         return plan.kept or await _start_trainer(fleet, token, plan)
@@ -164,17 +163,17 @@ async def _bring_up(
             state = await asyncio.to_thread(data_position, fleet.store, request, plan.kept)
             await _start_producer(fleet, token, prepared, state)
 
-    facts, fresh, fresh_router, _ = await together(
+    facts, ensured, fresh_router, _ = await together(
         (trainer(), engines.ensure(), router.ensure(), producer())
     )
     if keep_producer:
         kept: tuple[str, ...] = ()
         if not await router.wanted():
-            kept = tuple(engine.url for engine in await engines.live() if engine.name in before)
+            kept = tuple(each.url for each in ensured.live if each not in ensured.fresh)
         await fleet.actor("producer").call("set_engines", token, kept)
     rebuilt = (
         *(() if plan.kept else ("trainer",)),
-        *(engine.name for engine in fresh),
+        *(engine.name for engine in ensured.fresh),
         *(() if fresh_router is None else ("router",)),
         *(() if keep_producer else ("producer",)),
     )
