@@ -153,6 +153,24 @@ async def test_a_ray_cluster_that_does_not_answer_is_told_before_anything_starts
     assert await desk.run(loaded) == DONE
 
 
+async def test_status_of_a_canceled_run_tells_how_far_it_came(desk: Desk) -> None:
+    """Such a run has no outcome, and its root no worker that answers: its files tell."""
+    gate = desk.stage.fleet.script.hold("collect 2")
+    loaded = desk.loaded(training={"num_rollouts": 400})
+    await desk.run(loaded, follow=False)
+    await desk.stage.fleet.script.reached("collect 2")
+    await request_cancel(desk.stage.client, loaded.spec.run_id)
+    gate.set()
+
+    async def canceled() -> bool:
+        view = await look(desk.stage.client, loaded.spec.run_id)
+        return view is not None and view.status == "canceled"
+
+    await until(canceled)
+    (run,) = (await overview(desk.place, loaded.spec.run_id, None))["runs"]
+    assert (run["state"], run["update"], run["policy_version"]) == ("stopped", 2, 2)
+
+
 async def test_status_reports_runs_and_actors(desk: Desk) -> None:
     loaded = desk.loaded(training={"num_rollouts": 400})
     await desk.run(loaded, follow=False)

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from temporalio.client import Client
 
+from activities.storage import layout
 from models.ports import ActorStatus
 from models.run import RunOutcome, RunProgress, RunState
 from workers.cli import artifacts
@@ -129,13 +130,19 @@ async def _run(client: Client, run_id: str, place: Place) -> dict[str, Any] | No
         pipeline = await asyncio.to_thread(read_pipeline, root, since_unix)
     done = outcome if isinstance(outcome, RunOutcome) else None
     checkpoint = done.checkpoint if done else known.checkpoint
+    if done is not None:
+        came_to = (done.updates, done.policy_version)
+    elif progress is not None:
+        came_to = (finished_updates(progress), progress.policy_version)
+    else:
+        came_to = await asyncio.to_thread(_written, root)
     return {
         "run_id": run_id,
         "state": state,
         "paused": known.paused,
-        "update": done.updates if done else finished_updates(known),
+        "update": came_to[0],
         "total": _total(view, known),
-        "policy_version": done.policy_version if done else known.policy_version,
+        "policy_version": came_to[1],
         "stage": _stage(view, progress, state),
         "reward": known.reward_last,
         "lag": known.lag,
@@ -149,6 +156,16 @@ async def _run(client: Client, run_id: str, place: Place) -> dict[str, Any] | No
         "error": outcome.message if isinstance(outcome, Failure) else known.error,
         "actors": [each for each in actors if view.is_open or each["alive"]],
     }
+
+
+def _written(root: str) -> tuple[int, int]:
+    """Updates and policy version of a run that nobody answers for, by its files."""
+    if not root:
+        return 0, 0
+    state = artifacts.read_json(root, layout.WORKFLOW_JSON)
+    updates = int(state.get("update", 0)) if isinstance(state, dict) else 0
+    newest = artifacts.last_row(root, layout.UPDATES)
+    return updates, int(newest.get("policy_version", 0))
 
 
 def _root(view: RunView, progress: RunProgress | None) -> str:
