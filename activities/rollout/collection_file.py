@@ -71,6 +71,10 @@ LOSS_MASK = pa.field("loss_mask", pa.list_(pa.int8()))
 """[T] of 0 and 1; a file without any has no such column."""
 
 
+ROWS_AT_ONCE = 64
+"""Turned into columns without a turn for other threads, the producer's event loop among them."""
+
+
 class GroupIdentity(NamedTuple):
     """Which prompt a group answers: hand-out number, prepared row, pass over the data."""
 
@@ -103,7 +107,10 @@ def write_collection(store: Store, rel: str, groups: Sequence[SampleGroup]) -> s
             schema = schema.append(field)
     buffer = io.BytesIO()
     options = _ROUTED_OPTIONS if ROUTED_EXPERTS.name in schema.names else {}
-    table = pa.Table.from_pylist(rows, schema=schema)
+    table = pa.concat_tables(
+        pa.Table.from_pylist(rows[start : start + ROWS_AT_ONCE], schema=schema)
+        for start in range(0, max(1, len(rows)), ROWS_AT_ONCE)
+    )
     pq.write_table(table, buffer, compression="zstd", **options)
     del table
     # The pool keeps the writer's buffers, and every thread's again: megabytes that come to stay.

@@ -136,6 +136,25 @@ def test_equal_groups_make_equal_bytes(tmp_path):
     assert committed(store, "a").sha256 == committed(store, "b").sha256
 
 
+def test_files_of_any_length_are_read_back_in_order(tmp_path):
+    """Rows are converted in parts, so a group may lie across two of them."""
+    store = Store(str(tmp_path))
+    group = small_group()
+    three = [replace(group.samples[0], sample_index=index) for index in range(3)]
+    for count in (0, 1, 21, 22, 64):
+        groups = [
+            replace(
+                group,
+                group_index=index,
+                samples=[replace(each, group_index=index) for each in three],
+                advantages=[0.0, 1.0, -1.0],
+            )
+            for index in range(count)
+        ]
+        write_collection(store, "a.parquet", groups)
+        assert read_samples(store, "a.parquet") == groups
+
+
 def routed_group():
     """Two layers, top-1, for two prompt and two response tokens; its second sample has none."""
     group = small_group()
