@@ -164,8 +164,8 @@ def test_status_has_a_line_for_a_fully_async_run_only() -> None:
     stream = io.StringIO()
     show_overview(Console(file=stream, width=160), {"runs": runs, "processes": []})
     lines = [" ".join(line.split()) for line in stream.getvalue().splitlines()]
-    assert "run publication queue under way lag requeued too old trainer wait" in lines
+    assert "run mode queue under way lag requeued too old trainer wait" in lines
     assert "train/free refresh 8/16 10 2 of 6 3 1 0.42 s" in lines
     stream = io.StringIO()
     show_overview(Console(file=stream, width=160), {"runs": runs[1:], "processes": []})
-    assert "publication" not in stream.getvalue()
+    assert "under way" not in stream.getvalue()

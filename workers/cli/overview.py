@@ -90,7 +90,7 @@ def show_overview(console: Console, report: dict[str, Any]) -> None:
 
 def _show_pipelines(console: Console, runs: list[dict[str, Any]]) -> None:
     """One line a fully async run; nothing when there is none."""
-    table = Table("run", "publication", "queue", "under way", "lag", box=None)
+    table = Table("run", "mode", "queue", "under way", "lag", box=None)
     for name in ("requeued", "too old", "trainer wait"):
         table.add_column(name)
     for each in runs:
