@@ -69,19 +69,16 @@ class TrainerActor:
         Epochs before ``epoch`` are refused. No update of it is fenced yet: the run may go on at an
         earlier one than it had reached.
         """
-        from workers.trainers.contract_file import ContractFile
-        from workers.trainers.guarded import GuardedTrainer
-        from workers.trainers.local import LocalTrainer
-        from workers.trainers.ranks import concluded
-
         store = store_of(self._order.run)
-        model_dir = store.local_path(layout.PREPARED_MODEL)
         ranks = self._join(store)
-        with concluded(ranks):
-            trainer = LocalTrainer(self._spec, model_dir, ContractFile(store), ranks)
-        guarded = GuardedTrainer(trainer, store, self._gang)
-        if folder is not None and clock is not None:
-            guarded.restore(FenceToken(epoch=epoch, update=0, attempt=0), folder, clock)
+        try:
+            trainer, guarded = self._load(store, ranks)
+            if folder is not None and clock is not None:
+                guarded.restore(FenceToken(epoch=epoch, update=0, attempt=0), folder, clock)
+        except BaseException:
+            if self._gang is not None:
+                self._gang.close()
+            raise
         guarded.revoke(epoch - 1)
         self._trainer, self._guarded = trainer, guarded
         return self.facts()
@@ -160,6 +157,18 @@ class TrainerActor:
             last_batch_sha256=last.batch_sha256 if last else None,
             policy_version=trainer.policy_version,
         )
+
+    def _load(self, store: "Store", ranks: "Ranks") -> "tuple[LocalTrainer, GuardedTrainer]":
+        """The prepared model, on every rank."""
+        from workers.trainers.contract_file import ContractFile
+        from workers.trainers.guarded import GuardedTrainer
+        from workers.trainers.local import LocalTrainer
+        from workers.trainers.ranks import concluded
+
+        with concluded(ranks):
+            model_dir = store.local_path(layout.PREPARED_MODEL)
+            trainer = LocalTrainer(self._spec, model_dir, ContractFile(store), ranks)
+        return trainer, GuardedTrainer(trainer, store, self._gang)
 
     def _join(self, store: "Store") -> "Ranks":
         """Start the other ranks, if there are any, and meet them."""

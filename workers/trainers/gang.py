@@ -169,9 +169,9 @@ class _Member:
         self._log = log
         self._on_end = on_end
         self._started = threading.Event()
+        self._ended = threading.Event()
         self._failure: OSError | None = None
-        self._thread = threading.Thread(target=self._live, name=f"rank-{rank}", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._live, name=f"rank-{rank}", daemon=True).start()
         self._started.wait()
         if self._failure is not None:
             raise self._failure
@@ -192,10 +192,10 @@ class _Member:
 
     def end(self, grace_s: float) -> None:
         """Wait for its end; after ``grace_s`` seconds kill it."""
-        self._thread.join(grace_s)
+        self._ended.wait(grace_s)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._thread.join(_CLOSE_S)
+        self._ended.wait(_CLOSE_S)
 
     def _live(self) -> None:
         try:
@@ -214,6 +214,7 @@ class _Member:
         finally:
             self._started.set()
         code = self._process.wait()
+        self._ended.set()
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
         self._on_end(self._rank, f"{how}; its log is {self._log}")
 

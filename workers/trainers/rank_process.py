@@ -29,13 +29,20 @@ def run(order: RankOrder) -> None:
     """Do commands until standard input ends."""
     store = store_of(order.run)
     ranks = join_ranks(Path(order.rendezvous), order.rank, order.world, order.timeout_s)
-    with concluded(ranks):
-        trainer = LocalTrainer(
-            spec_of(order.run),
-            store.local_path(layout.PREPARED_MODEL),
-            ContractFile(store, order.rank),
-            ranks,
-        )
+    try:
+        with concluded(ranks):
+            trainer = LocalTrainer(
+                spec_of(order.run),
+                store.local_path(layout.PREPARED_MODEL),
+                ContractFile(store, order.rank),
+                ranks,
+            )
+    except PerdureError as error:
+        if not ranks.has_agreed(error):
+            raise
+        _log.error("model refused", reason=error.message)
+        sys.stdin.read()  # an end of its own accord would count as a loss
+        return
     for line in sys.stdin:
         follow(trainer, store, line)
 
