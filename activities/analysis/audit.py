@@ -216,7 +216,8 @@ def _notes_on(line: FinalLine) -> list[str]:
     saved = -1 if line.checkpoint is None else line.checkpoint.consumed
     last = len(line.updates) - 1
     if last > saved:
-        notes.append(f"updates {saved + 1} to {last} are in no checkpoint yet")
+        which = f"update {last} is" if last == saved + 1 else f"updates {saved + 1} to {last} are"
+        notes.append(f"{which} in no checkpoint yet")
     return notes
 
 

@@ -38,7 +38,7 @@ def test_json_of_a_clean_run(run, capsys):
     assert out.count("\n") == 1
     report = json.loads(out)
     assert report.pop("cursor") == "rollouts/0000003.e2.json"
-    assert report.pop("notes") == ["updates 3 to 3 are in no checkpoint yet"]
+    assert report.pop("notes") == ["update 3 is in no checkpoint yet"]
     assert report == {
         "run_id": "train/made",
         "updates": 4,
