@@ -4,7 +4,10 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
+
+from pydantic import ValidationError
 
 from activities.rollout.held_out import EVAL_NAME
 from activities.storage import layout
@@ -64,10 +67,12 @@ def read_receipt(store: Store, rel: str) -> EvaluationReceipt:
     """
     try:
         return EvaluationReceipt.model_validate_json(store.read_bytes(rel))
-    except ValueError as error:
-        reason = " ".join(str(error).split("\n")[:2])
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field = ".".join(str(part) for part in first["loc"])
+        reason = f"{field}: {first['msg']}" if field else first["msg"]
         raise ContractViolation(
-            f"{store.root}/{rel} is not an evaluation receipt ({reason})"
+            f"{store.root}/{rel} is not an evaluation receipt: {reason}"
         ) from error
 
 
@@ -83,14 +88,25 @@ def receipts(store: Store) -> Iterator[tuple[str, EvaluationReceipt]]:
 
     Resubmissions follow what they repeat.
     """
-    names = store.list(layout.EVALUATION)
-    for name in sorted(names, key=lambda name: name.removesuffix(".json")):
-        if _NAME.fullmatch(name):
-            rel = f"{layout.EVALUATION}/{name}"
-            try:
-                yield rel, read_receipt(store, rel)
-            except (PerdureError, FileNotFoundError):
-                continue
+    for rel in _named_like_receipts(store):
+        with suppress(PerdureError, FileNotFoundError):
+            yield rel, read_receipt(store, rel)
+
+
+def damaged_receipts(store: Store) -> Iterator[str]:
+    """Why each file that is named like a receipt and cannot be read is none."""
+    for rel in _named_like_receipts(store):
+        try:
+            with suppress(FileNotFoundError):
+                read_receipt(store, rel)
+        except PerdureError as error:
+            yield error.message
+
+
+def _named_like_receipts(store: Store) -> list[str]:
+    """Paths relative to the root, by update."""
+    names = sorted(store.list(layout.EVALUATION), key=lambda name: name.removesuffix(".json"))
+    return [f"{layout.EVALUATION}/{name}" for name in names if _NAME.fullmatch(name)]
 
 
 def key_of(rel: str) -> str:

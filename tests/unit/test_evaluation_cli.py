@@ -104,6 +104,23 @@ def test_a_run_without_receipts_says_so(root: Root, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize(
+    ("content", "reason"), [(b"{", "Invalid JSON"), (b'{"update": 3}', "status: Field required")]
+)
+def test_a_damaged_receipt_is_named_and_the_others_are_shown(
+    root: Root, capsys: pytest.CaptureFixture[str], content: bytes, reason: str
+) -> None:
+    root.receipt(2, ReceiptStatus.SKIPPED_BUSY)
+    rel = layout.eval_receipt(3, KEY)
+    root.store.write_bytes(rel, content)
+    assert run_command(["evaluation", "list", str(root.path), "--json"]) == DONE
+    shown = capsys.readouterr()
+    assert [row["update"] for row in json.loads(shown.out)["evaluations"]] == [2]
+    assert f"warning: {root.path}/{rel} is not an evaluation receipt: {reason}" in shown.err
+    assert run_command(["evaluation", "resubmit", str(root.path / rel)]) == USAGE
+    assert reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("name", "wrong"),
     [
         ("evaluation/update-00000009-0123456789abcdef.json", "perdure evaluation list"),

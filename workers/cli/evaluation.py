@@ -26,10 +26,12 @@ def list_evaluations(
 ) -> None:
     """Show every receipt of a run: how far its submission came, and its result."""
     # pyarrow and fsspec are slow to import; other verbs do without them.
-    from workers.cli.receipts import show_receipts, summaries
+    from workers.cli.receipts import damaged, show_receipts, summaries
 
     root = root_of(run_or_root)
     found = summaries(root)
+    for problem in damaged(root):
+        notice(f"perdure: warning: {problem}")
     if json:
         print_json({"root": root, "evaluations": found})
     else:

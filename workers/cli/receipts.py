@@ -13,6 +13,7 @@ from temporalio.service import RPCError
 from activities.background.receipts import (
     COMPLETE,
     change_receipt,
+    damaged_receipts,
     encoded,
     key_of,
     read_receipt,
@@ -63,6 +64,11 @@ def summaries(root: str) -> list[dict[str, Any]]:
             f"{root} does not exist; give the run file, or the folder that its output.root names"
         )
     return [_summary(rel, receipt) for rel, receipt in receipts(store)]
+
+
+def damaged(root: str) -> list[str]:
+    """Why files that are named like receipts are left out of ``summaries``."""
+    return list(damaged_receipts(Store(root)))
 
 
 def state_of(summary: dict[str, Any]) -> str:
