@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
-from models.errors import ActorLost
+from models.errors import ActorLost, ServiceUnreachable
 from workers.actors.order import actor_name
 from workers.fleet.run_fleet import RunFleet
 
@@ -51,18 +51,19 @@ class Deaths:
     async def _watch(self, role: str, rank: int, queue: asyncio.Queue[str]) -> None:
         """Put the server's name into ``queue`` at each of its deaths."""
         while True:
-            with contextlib.suppress(ActorLost):
-                if (
-                    await self._is_awaited(role, rank)
-                    or await self._fleet.facts(role, rank) is not None
-                ):
+            known = await self._is_awaited(role, rank)
+            if known or await self._fleet.facts(role, rank) is not None:
+                with contextlib.suppress(ActorLost):
                     await self._exit_of(role, rank)
             await queue.put(actor_name(role, rank))
             await self._returned(role, rank)
 
     async def _is_awaited(self, role: str, rank: int) -> bool:
         """Whether a call waits for this very actor's exit: then it lives, and need not be asked."""
-        handle = await self._fleet.actor(role, rank).handle()
+        try:
+            handle = await self._fleet.actor(role, rank).handle()
+        except (ActorLost, ServiceUnreachable):
+            return False
         return handle._actor_id.hex() in self._exits
 
     async def _exit_of(self, role: str, rank: int) -> None:
