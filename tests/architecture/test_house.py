@@ -22,6 +22,7 @@ BROAD_EXCEPTS_ALLOWED = {
     "workers/control.py": "process entry of the control worker",
     "workers/engines/native/model_thread.py": "thread entry: hands any error to those who wait",
     "workers/gpu.py": "process entry of the GPU worker",
+    "workers/trainers/rank_process.py": "process entry of a trainer's rank: its last words",
     "workers/tracking/background.py": "tracker sink: a dashboard never stops a run",
 }
 """Where ``except Exception`` may stand, each with its reason. Anything else names its errors."""
