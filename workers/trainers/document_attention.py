@@ -1,20 +1,24 @@
 """Attention within documents: a pack costs the sum of its documents' squares, not its own square.
 
-A pack's queries, keys and values are cut at the ends of its documents and laid out as batches of
-rows, documents of similar length together, padded on the right; then causal attention of each row
-is the document's own, and what is computed for the padding is dropped. Everything else of the
-model, experts above all, sees the pack without any padding.
+In half precision on a GPU one kernel does it (``varlen_attention``). Elsewhere a pack's queries,
+keys and values are cut at the ends of its documents and laid out as batches of rows, documents of
+similar length together, padded on the right; then causal attention of each row is the document's
+own, and what is computed for the padding is dropped. Everything else of the model, experts above
+all, sees the pack without any padding.
 """
 
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from workers.trainers.varlen_attention import Bounds, attend, kernel_dtype
 
 _PREFIX = "documents_"
 BLOCKS = "document_blocks"
@@ -25,15 +29,15 @@ Attention = Callable[..., tuple[Tensor, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class DocumentBlocks:
-    """Where the T tokens of a pack go."""
+class PaddedRows:
+    """Where the T tokens of a pack go when its documents are padded."""
 
     rows: tuple[Tensor, ...]
     """Per block [documents, longest] places in the pack; padding repeats a document's first."""
     order: Tensor  # [T] place of each token among the blocks' rows, laid end to end
 
     @classmethod
-    def of(cls, lengths: Sequence[int], device: torch.device) -> "DocumentBlocks":
+    def of(cls, lengths: Sequence[int], device: torch.device) -> "PaddedRows":
         """Blocks of documents whose lengths are within the same power of two."""
         starts = [sum(lengths[:i]) for i in range(len(lengths))]
         blocks: dict[int, list[int]] = {}
@@ -56,6 +60,25 @@ class DocumentBlocks:
         return cls(tuple(rows), order.to(device))
 
 
+@dataclass(frozen=True)
+class DocumentBlocks:
+    """The documents of a pack, laid out once for all layers, in the way that these need."""
+
+    lengths: tuple[int, ...]
+    """Tokens of each."""
+    device: torch.device
+
+    @cached_property
+    def padded(self) -> PaddedRows:
+        """For attention that knows rows of one length only."""
+        return PaddedRows.of(self.lengths, self.device)
+
+    @cached_property
+    def bounds(self) -> Bounds:
+        """For attention that takes documents of any length."""
+        return Bounds.of(self.lengths, self.device)
+
+
 def use_document_attention(model: Any) -> None:
     """Let ``model`` take ``DocumentBlocks``; without them it computes as before, causally."""
     base = model.config._attn_implementation
@@ -68,7 +91,9 @@ def takes_blocks(model: Any) -> bool:
     return str(model.config._attn_implementation).startswith(_PREFIX)
 
 
-def _within_documents(base: Attention) -> Attention:
+def _within_documents(base: Attention, kernel: bool) -> Attention:
+    """``kernel``: whether the kernel for documents may take the place of ``base``."""
+
     def attention(
         module: nn.Module,
         query: Tensor,
@@ -81,15 +106,39 @@ def _within_documents(base: Attention) -> Attention:
         blocks: DocumentBlocks | None = options.pop(BLOCKS, None)
         if blocks is None:
             return base(module, query, key, value, attention_mask, **options)
-        done = []
-        for rows in blocks.rows:
-            q, k, v = (
-                part[0][:, rows].transpose(0, 1).contiguous() for part in (query, key, value)
-            )
-            done.append(base(module, q, k, v, None, **options)[0].flatten(0, 1))
-        return torch.cat(done).index_select(0, blocks.order)[None], None
+        dtype = kernel_dtype(query, value) if kernel and not _beyond_kernel(options) else None
+        if dtype is None:
+            return attend_padded(base, module, query, key, value, blocks, **options), None
+        q, k, v = (part.squeeze(0).transpose(0, 1).to(dtype) for part in (query, key, value))
+        return attend(q, k, v, blocks.bounds, options.get("scaling"))[None], None
 
     return attention
+
+
+def attend_padded(
+    base: Attention,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    blocks: DocumentBlocks,
+    **options: Any,
+) -> Tensor:
+    """Attention [1, T, heads, D] of query [1, heads, T, D], by ``base`` on padded rows."""
+    done = []
+    for rows in blocks.padded.rows:
+        q, k, v = (
+            part.squeeze(0)[:, rows].transpose(0, 1).contiguous() for part in (query, key, value)
+        )
+        done.append(base(module, q, k, v, None, **options)[0].flatten(0, 1))
+    return torch.cat(done).index_select(0, blocks.padded.order)[None]
+
+
+def _beyond_kernel(options: dict[str, Any]) -> bool:
+    """Whether a layer asks for more than scaled causal attention; ``base`` knows what to do."""
+    return any(options.get(key) for key in ("dropout", "softcap")) or (
+        options.get("position_bias") is not None
+    )
 
 
 def _eager(
@@ -109,5 +158,7 @@ def _eager(
     return own(module, query, key, value, attention_mask, **options)
 
 
-AttentionInterface.register(f"{_PREFIX}eager", _within_documents(_eager))
-AttentionInterface.register(f"{_PREFIX}sdpa", _within_documents(sdpa_attention_forward))
+AttentionInterface.register(f"{_PREFIX}eager", _within_documents(_eager, kernel=False))
+AttentionInterface.register(
+    f"{_PREFIX}sdpa", _within_documents(sdpa_attention_forward, kernel=True)
+)

@@ -171,7 +171,7 @@ class Scorer:
         """Body output [N, H] at the positions that predict the scored tokens."""
         seen: dict[str, Any] = {}
         if batch.document_lengths and self.within_documents:
-            seen[BLOCKS] = DocumentBlocks.of(batch.document_lengths, self.device)
+            seen[BLOCKS] = DocumentBlocks(batch.document_lengths, self.device)
         else:
             seen["attention_mask"] = batch.attention_bias(self.dtype)
         out = self.body(

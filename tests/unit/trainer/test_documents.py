@@ -7,7 +7,7 @@ import torch
 
 from models.errors import ConfigurationError
 from workers.trainers.batch import TrainingBatch, documents_of, rows_of
-from workers.trainers.document_attention import DocumentBlocks, use_document_attention
+from workers.trainers.document_attention import PaddedRows, use_document_attention
 from workers.trainers.documents import (
     Document,
     collate_documents,
@@ -161,7 +161,7 @@ def test_blocks_hold_every_token_once_and_little_padding():
     rng = random.Random(1)
     for _ in range(50):
         lengths = [rng.choice([1, 2, 7, 8, 9, 30, 200]) for _ in range(rng.randrange(1, 12))]
-        blocks = DocumentBlocks.of(lengths, torch.device("cpu"))
+        blocks = PaddedRows.of(lengths, torch.device("cpu"))
         flat = torch.cat([rows.flatten() for rows in blocks.rows])
         assert torch.equal(flat[blocks.order], torch.arange(sum(lengths)))
         assert len(flat) < 2 * sum(lengths)
