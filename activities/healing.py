@@ -10,7 +10,7 @@ follows the name to the survivor. Work is wasted, nothing is served that was not
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ from activities.loading import LoadOrder, load_engines, update_timeout_s
 from activities.routing import connected_router, route
 from activities.site import Site
 from configs.run import RunSpec
-from models.errors import ContractViolation, EngineLost, PerdureError, ServiceUnreachable
+from models.errors import EngineLost, PerdureError, ServiceUnreachable
 from models.ids import FenceToken, RunRef
 from models.ports import EngineHandle
 from models.publication import WeightsRef
@@ -56,12 +56,23 @@ async def restart_engines(site: Site, run: RunRef, token: FenceToken) -> tuple[E
 async def heal(site: Site, run: RunRef, token: FenceToken, timeout_s: float) -> None:
     """Restart what is dead, give it the exported weights, and route to all that live.
 
-    Nothing is loaded before the first publication; that one loads every engine anyway.
+    Nothing is loaded before the first publication; that one loads every engine anyway. A router
+    that is lost meanwhile is replaced as well, once.
 
     Raises:
         EngineLost: a replacement could not be made to serve the exported weights.
         StaleFence: the token's epoch does not own the run's root any more.
     """
+    try:
+        await _heal(site, run, token, timeout_s)
+    except (EngineLost, ServiceUnreachable) as error:
+        if not await _router_is_lost(site, run):
+            raise
+        _log.warning("the router was lost under a heal", reason=error.message)
+        await _heal(site, run, token, timeout_s)
+
+
+async def _heal(site: Site, run: RunRef, token: FenceToken, timeout_s: float) -> None:
     fresh = await restart_engines(site, run, token)
     weights, engines = await asyncio.gather(
         site.fleet.trainer(run).exported(), site.fleet.engines(run)
@@ -73,10 +84,16 @@ async def heal(site: Site, run: RunRef, token: FenceToken, timeout_s: float) -> 
         return
     _log.info("loading engines", engines=[engine.name for engine in unsure])
     order = LoadOrder(run, token, weights, timeout_s)
-    try:
-        await load_engines(site, order, unsure)
-    except (ContractViolation, ServiceUnreachable) as error:
-        raise EngineLost(f"a replaced engine does not serve: {error}") from error
+    failures = await load_engines(site, order, unsure)
+    if failures:
+        _log.warning("engines do not load, replacing them", errors=_messages(failures))
+        await site.fleet.replace_engines(token, run, tuple(failures))
+        await site.fleet.heal_engines(token, run)
+        engines = await site.fleet.engines(run)
+        again = [engine for engine in engines if engine.name in failures]
+        failures = await load_engines(site, order, again)
+    if failures:
+        raise EngineLost(f"a replaced engine does not serve: {_messages(failures)}")
     await route(site, run, token, engines, weights)
 
 
@@ -242,6 +259,19 @@ async def _unsure(
         for engine in engines
         if engine in fresh or (engine.name, engine.incarnation, engine.url) not in known
     ]
+
+
+async def _router_is_lost(site: Site, run: RunRef) -> bool:
+    """Whether the run should have a router and it is dead or does not answer."""
+    try:
+        await _rows(site, run)
+    except (EngineLost, ServiceUnreachable):
+        return True
+    return False
+
+
+def _messages(failures: Mapping[str, PerdureError]) -> str:
+    return "; ".join(error.message for error in failures.values())
 
 
 async def _rows(site: Site, run: RunRef) -> tuple[RoutedEngineStatus, ...] | None:

@@ -172,11 +172,21 @@ async def load_engine(site: Site, order: LoadOrder, engine: EngineHandle) -> Eng
         return update.confirmation
 
 
-async def load_engines(site: Site, order: LoadOrder, engines: Sequence[EngineHandle]) -> None:
-    """``load_engine`` on all at once; waits for all of them, then raises the first error."""
+async def load_engines(
+    site: Site, order: LoadOrder, engines: Sequence[EngineHandle]
+) -> dict[str, ContractViolation | ServiceUnreachable]:
+    """``load_engine`` on all at once; waits for all of them. What those that failed failed with.
+
+    Raises:
+        StaleFence: another epoch owns the run's root.
+    """
     ends = await asyncio.gather(
         *(load_engine(site, order, engine) for engine in engines), return_exceptions=True
     )
-    for end in ends:
-        if isinstance(end, BaseException):
+    failures: dict[str, ContractViolation | ServiceUnreachable] = {}
+    for engine, end in zip(engines, ends, strict=True):
+        if isinstance(end, ContractViolation | ServiceUnreachable):
+            failures[engine.name] = end
+        elif isinstance(end, BaseException):
             raise end
+    return failures

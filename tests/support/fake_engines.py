@@ -57,6 +57,8 @@ class FakeEngine:
     url: str
     incarnation: int = 0
     alive: bool = True
+    deaf: bool = False
+    """It lives and answers nothing."""
     version: int = -1
     paused: bool = False
     corrupt_loads: int = 0
@@ -75,8 +77,8 @@ class FakeEngineClient:
         self.engine, self.script = engine, script
 
     def _answer(self) -> None:
-        if not self.engine.alive:
-            raise ServiceUnreachable(f"{self.engine.url}: connection refused")
+        if not self.engine.alive or self.engine.deaf:
+            raise ServiceUnreachable(f"{self.engine.url}: connection refused or no answer")
 
     async def model_info(self) -> dict[str, Any]:
         self._answer()

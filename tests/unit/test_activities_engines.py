@@ -228,7 +228,8 @@ async def test_a_failing_replacement_ends_the_call_it_was_for(bench: Bench) -> N
         with_healing(bench.site, bench.run, token_of(bench.publication(0), 2), bench.spec, call)
     )
     await asyncio.wait_for(began.wait(), 5)
-    bench.fleet.script.fail("load engine-0 0", ServiceUnreachable("no memory"))
+    for _ in range(2):
+        bench.fleet.script.fail("load engine-0 0", ServiceUnreachable("no memory"))
     bench.fleet.kill_engine(0)
     with pytest.raises(EngineLost, match="no memory"):
         await asyncio.wait_for(working, 5)

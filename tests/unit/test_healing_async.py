@@ -16,7 +16,8 @@ from activities.storage import layout
 from activities.tokens import token_of
 from models.checkpoint import CheckpointRequest
 from models.errors import EngineLost, ServiceUnreachable, TrainerLost
-from models.ports import ServingReport
+from models.ids import FenceToken, RunRef
+from models.ports import EngineHandle, ServingReport
 from models.rollout import CollectionCounts, CollectRequest, RolloutCollection
 from models.routing import EngineState
 from models.update import OptimizeRequest
@@ -126,6 +127,40 @@ async def test_a_router_that_hangs_under_a_publication_is_replaced(bench: Public
     assert bench.fleet.live_router.routable() == ["engine-0", "engine-1"]
 
 
+async def test_an_engine_that_hangs_before_the_router_notices_is_replaced(
+    bench: PublicationBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says no version any more, so the fleet wants it loaded again."""
+    engine = bench.fleet.engine_list[1]
+    engine.deaf = True
+    restart = bench.fleet.heal_engines
+
+    async def with_the_deaf(token: FenceToken, run: RunRef) -> tuple[EngineHandle, ...]:
+        deaf = tuple(each.handle for each in bench.fleet.engine_list if each.deaf)
+        return (*await restart(token, run), *deaf)
+
+    monkeypatch.setattr(bench.fleet, "heal_engines", with_the_deaf)
+    await heal(bench.site, bench.run, bench.token(0, 2), 5.0)
+    assert "replace engine-1" in bench.log
+    assert healed(bench, 1, incarnation=1)
+    assert bench.fleet.live_router.routable() == ["engine-0", "engine-1"]
+
+
+async def test_a_router_that_dies_under_a_heal_is_replaced_within_it(
+    bench: PublicationBench,
+) -> None:
+    """Its engines are asked for while it dies, and the table finds it dead."""
+    bench.fleet.kill_engine(0)
+    gate = bench.fleet.script.hold("load engine-0 0")
+    healing_now = asyncio.create_task(heal(bench.site, bench.run, bench.token(0, 2), 5.0))
+    await bench.fleet.script.reached("load engine-0 0")
+    bench.fleet.kill_router()
+    gate.set()
+    await asyncio.wait_for(healing_now, DEADLINE_S)
+    assert bench.fleet.live_producer.urls == ("http://router.1",)
+    assert bench.fleet.live_router.routable() == ["engine-0", "engine-1"]
+
+
 async def test_an_engine_that_hangs_is_replaced_while_a_collection_waits(
     bench: PublicationBench,
 ) -> None:
@@ -202,11 +237,12 @@ async def test_a_heal_that_fails_leaves_the_update_alone_and_is_tried_again(
     gate = bench.fleet.script.hold("optimize 0")
     working = optimizing(bench)
     await bench.fleet.script.reached("optimize 0")
-    bench.fleet.script.fail("load engine-0 0", ServiceUnreachable("no memory"))
+    for _ in range(2):
+        bench.fleet.script.fail("load engine-0 0", ServiceUnreachable("no memory"))
     bench.fleet.kill_engine(0)
-    await until(lambda: "respawned engine-0" in bench.log)
+    await until(lambda: bench.log.count("load engine-0 0") >= 3)  # with that of the publication
     bench.fleet.kill_engine(1)
-    await until(lambda: healed(bench, 0, 1) and healed(bench, 1, 1))
+    await until(lambda: healed(bench, 0, 2) and healed(bench, 1, 1))
     gate.set()
     report = await asyncio.wait_for(working, DEADLINE_S)
     assert report.policy_version == 1
@@ -280,7 +316,8 @@ async def test_a_failing_replacement_still_ends_what_needs_engines(
     token = bench.token(0, 2)
     working = asyncio.create_task(with_healing(bench.site, bench.run, token, bench.spec, call))
     await asyncio.wait_for(began.wait(), DEADLINE_S)
-    bench.fleet.script.fail("load engine-0 0", ServiceUnreachable("no memory"))
+    for _ in range(2):
+        bench.fleet.script.fail("load engine-0 0", ServiceUnreachable("no memory"))
     bench.fleet.live_router.unavailable.add(("engine-0", 0))
     with pytest.raises(EngineLost, match="no memory"):
         await asyncio.wait_for(working, DEADLINE_S)
