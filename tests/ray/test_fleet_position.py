@@ -170,6 +170,9 @@ def test_cores_are_shared_when_sampling_overlaps_training(
     run = Run(tmp_path, "threads", core={"max_policy_lag": lag}, inference={"num_engines": engines})
 
     assert trainer_threads(run.spec, cores) == trainer
+    section = run.spec.trainer.model_copy(update={"num_processes": 4})
+    shared = run.spec.model_copy(update={"trainer": section})
+    assert trainer_threads(shared, cores) == max(1, trainer // 4)
     assert engine_threads(run.spec, cores) == engine
 
 

@@ -70,7 +70,7 @@ def gradient(
     for micro in micros:
         scorer.backward(micro, loss, loss.look if loss.needs_look else None)
     total = ranks.all_reduce_sum(torch.tensor(loss.finish()[0], dtype=torch.float64))
-    return float(total), {n: whole(p.grad).numpy() for n, p in model.named_parameters()}
+    return float(total), {n: whole(p.grad).cpu().numpy() for n, p in model.named_parameters()}
 
 
 def _scorer(folder: Path) -> tuple[Scorer, Any]:
@@ -125,9 +125,9 @@ def live(ranks: Any, job: Job) -> Outcome:
         outcome.model = trainer.export_hf(job.export_model, probe, "hf")
     state = trainer._optimizer.state
     for name, parameter in trainer.model.named_parameters():
-        outcome.parameters[name] = whole(parameter).detach().numpy().copy()
+        outcome.parameters[name] = whole(parameter).detach().cpu().numpy().copy()
         local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
         outcome.local_elements += local.numel()
         for key, value in state.get(parameter, {}).items():
-            outcome.moments[f"{key}.{name}"] = whole(value).numpy().copy()
+            outcome.moments[f"{key}.{name}"] = whole(value).cpu().numpy().copy()
     return outcome

@@ -33,6 +33,7 @@ data.prompt_data = "/nowhere/train.jsonl"
         (["training.global_batch_size=128"], "training.global_batch_size", ["64", "use 64"]),
         (["training.global_batch_size=16"], "core.max_policy_lag", ["at least 3", "set it to 3"]),
         (["training.samples_per_prompt=1"], "core.filter_zero_std_groups", ["dropped"]),
+        (["trainer.num_processes=6"], "trainer.num_processes", ["64", "use 4", "multiple of 6"]),
         (["training.tis_clip=0.5", "training.tis_clip_low=0.6"], "training.tis_clip_low", ["0.5"]),
         (["optimizer.min_lr=1e-3"], "optimizer.min_lr", ["1e-06"]),
         (

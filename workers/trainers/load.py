@@ -1,5 +1,6 @@
 """Loading the policy for training: master weights in float32, checks that fail before work."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,13 +64,17 @@ def load_model(
     experts: str = "eager",
 ) -> Any:
     """A causal LM from a local folder, quietly."""
+    config = json.loads((model_dir / "config.json").read_text())
+    chosen: dict[str, str] = {}
+    if config.get("model_type") in FUSED_FAMILIES:  # some versions refuse it for dense models
+        chosen["experts_implementation"] = experts
     transformers.utils.logging.disable_progress_bar()
     return transformers.AutoModelForCausalLM.from_pretrained(
         model_dir,
         dtype=dtype,
         attn_implementation=attention,
-        experts_implementation=experts,
         local_files_only=True,
+        **chosen,
     )
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from routed_groups import routed
 
 from activities.storage import layout
 from models.errors import ConfigurationError, ContractViolation
-from workers.trainers.load import load_model
 from workers.trainers.local import LocalTrainer
 from workers.trainers.replay import RouteShape, route_problem, route_rows
 from workers.trainers.routers import find_routers
@@ -56,19 +56,6 @@ def test_every_document_gets_a_tail_of_the_first_experts():
     rows = route_rows([good().tobytes(), good()[:1].tobytes()], SHAPE)
     tail = [[0, 1], [0, 1]]
     assert rows.tolist() == [*good().tolist(), tail, good()[0].tolist(), tail]
-
-
-def routed(groups, folder):
-    """The routes of the model in ``folder``, by plain forwards."""
-    model = load_model(folder)
-    for group in groups:
-        for sample in group.samples:
-            ids = torch.tensor([sample.prompt_token_ids + sample.response_token_ids])
-            with torch.no_grad():
-                logits = model(input_ids=ids, output_router_logits=True).router_logits
-            chosen = torch.stack([layer.topk(2, -1).indices for layer in logits], 1)[:-1]
-            sample.routed_experts = np.ascontiguousarray(chosen.numpy().astype("<i4")).tobytes()
-    return groups
 
 
 def events(spec, name):

@@ -7,6 +7,7 @@ import numpy
 import pytest
 import torch
 from rank_cases import Job, live
+from routed_groups import routed
 from safetensors.torch import load_file
 
 from activities.storage import layout
@@ -114,6 +115,36 @@ def test_router_load_of_two_ranks_is_that_of_one(two_ranks, make_spec, make_grou
         for key, value in single.metrics.items():
             if key.startswith("train/moe/") and "replica" not in key:
                 assert outcome.reports[0].metrics[key] == value, key
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_routes_are_replayed_on_every_rank(two_ranks, make_spec, make_groups, mixture_dir, tied):
+    """When its group ties, the second rank computes fillers only, which no check sees."""
+    spec = make_spec(
+        optimizer=SMOOTH,
+        training={"use_rollout_routing_replay": True},
+        core={"replay_diagnostics": True, "scoring_pass_required": True},
+        trainer={"micro_batch_tokens": 16},
+    )
+    advantages = [[0.75, -0.25, -0.25, -0.25], [0.0] * 4 if tied else [0.5, -0.5, 0.5, -0.5]]
+    groups = routed(make_groups(advantages=advantages), mixture_dir)
+    job = Job(spec, mixture_dir, updates=[(0, groups)])
+    single, both = alone(job), two_ranks.run(live, job)
+    near(both[1].parameters, single.parameters)
+    steps = [events(spec, rank, "optimizer")[0] for rank in range(2)]
+    packs = [events(spec, rank, "packing")[0]["packs"] for rank in range(2)]
+    assert [step["local_microbatches"] for step in steps] == [max(packs)] * 2
+    assert (packs[1] == 0) is tied
+    tokens = 0
+    for rank in range(2):
+        scoring, training = events(spec, rank, "replay_routes")
+        assert (scoring["phase"], training["phase"]) == ("scoring", "training")
+        samples = 0 if tied and rank == 1 else 4
+        for row in (scoring, training):
+            assert (row["mismatches"], row["samples"]) == (0, samples)
+            assert {layer["entered"] for layer in row["layers"].values()} == {packs[rank]}
+        tokens += training["tokens"]
+    assert tokens == steps[0]["normalization"]["model_tokens"]
 
 
 def test_bfloat16_steps_are_near_those_of_one_process(two_ranks, make_spec, make_groups, model_dir):
