@@ -8,6 +8,7 @@ computes in the same thread; ``peek`` answers during one.
 """
 
 import os
+import secrets
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -183,7 +184,7 @@ class TrainerActor:
             run=self._order.run,
             rank=0,
             world=section.num_processes,
-            rendezvous=str(scratch / f"trainer-ranks.{os.getpid()}"),
+            rendezvous=str(scratch / f"trainer-ranks.{secrets.token_hex(8)}"),
             timeout_s=section.collective_timeout_s * self._order.timeout_factor,
         )
         logs = store.local_path(LOGS) if store.is_local else scratch
