@@ -44,4 +44,4 @@ def test_all_paths_are_relative() -> None:
     constants = [value for name, value in vars(layout).items() if name.isupper()]
     assert constants
     for path in constants:
-        assert re.fullmatch(r"[a-z][a-z0-9._/-]*", path), path
+        assert re.fullmatch(r"[a-z.][a-z0-9._/-]*", path), path
