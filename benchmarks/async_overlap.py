@@ -1,6 +1,6 @@
 """What sampling beside training is worth: a fully async run against the sequential run.
 
-    python benchmarks/async_overlap.py [--updates 50] [--groups 16] [--work FOLDER]
+    python benchmarks/async_overlap.py [--updates 50] [--groups 8] [--work FOLDER]
 
 Both go through the whole stack (Temporal, Ray, two engine processes, the trainer) with one model,
 one batch shape and the same engines. On a small machine a small model samples faster than it
@@ -46,8 +46,11 @@ PROBE_UPDATES = 5
 
 SAMPLES = 8
 """Siblings of a prompt."""
-TOKENS = 48
+TOKENS = 24
 """New tokens of a response at most; a random model rarely ends earlier."""
+PROMPT_CHARACTERS = 100
+"""A character is a token. The trainer computes a prompt for each of its samples (documents), an
+engine once a group: training is much more work than sampling, as it is on machines of their own."""
 
 RUN_FILE = """
 schema_version = 1
@@ -69,10 +72,11 @@ save_checkpoints = false
 [optimizer]
 learning_rate = 1e-7                # the model stays random
 [core]
-max_context_length = 96
+max_context_length = 160
 filter_zero_std_groups = false
 {core}
 [trainer]
+packing = "documents"
 compute_dtype = "float32"
 num_threads = 1
 [inference]
@@ -125,7 +129,10 @@ class Bench:
         """Write the prompts."""
         digits = random.Random(17)
         rows = [
-            {"prompt": f"guess {number:05d}=", "answer": str(digits.randrange(10))}
+            {
+                "prompt": f"guess {number:05d}=".rjust(PROMPT_CHARACTERS, "."),
+                "answer": str(digits.randrange(10)),
+            }
             for number in range(4096)
         ]
         self._prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -221,15 +228,14 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
-def measure(bench: Bench, updates: int) -> dict[str, Any]:
+def measure(bench: Bench, updates: int, sync_updates: int) -> dict[str, Any]:
     """The three runs and their ratios."""
-    total = updates + WARM_UP
     with bench.stack():
         probe = bench.run("probe", PROBE_UPDATES + WARM_UP, 0.0, fully_async=False)
         gap = probe["train_seconds"] - probe["rollout_seconds"]
         delay_ms = max(0.0, 1000 * gap / probe["decode_steps"])
-        sync = bench.run("sync", total, delay_ms, fully_async=False)
-        overlapped = bench.run("async", total, delay_ms, fully_async=True)
+        sync = bench.run("sync", sync_updates + WARM_UP, delay_ms, fully_async=False)
+        overlapped = bench.run("async", updates + WARM_UP, delay_ms, fully_async=True)
     rollout, train = sync["rollout_seconds"], sync["train_seconds"]
     return {
         "step_delay_ms": delay_ms,
@@ -249,8 +255,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--updates", type=int, default=50, help="updates that count")
-    parser.add_argument("--groups", type=int, default=16, help="prompt groups of eight an update")
+    parser.add_argument("--updates", type=int, default=50, help="async updates that count")
+    parser.add_argument("--sync-updates", type=int, default=15, help="sequential ones that count")
+    parser.add_argument("--groups", type=int, default=8, help="prompt groups of eight an update")
     parser.add_argument("--work", type=Path, help="where to leave the runs; default: a new folder")
     arguments = parser.parse_args()
     work = arguments.work or Path(tempfile.mkdtemp(prefix="perdure-overlap-"))
@@ -259,7 +266,7 @@ def main() -> None:
     bench = Bench(work.resolve(), arguments.groups)
     bench.prepare()
     machine = describe_machine()
-    result = {"machine": machine, **measure(bench, arguments.updates)}
+    result = {"machine": machine, **measure(bench, arguments.updates, arguments.sync_updates)}
     result["total_seconds"] = time.monotonic() - started
     (work / "overlap.json").write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result, indent=2))
