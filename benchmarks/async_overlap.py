@@ -109,7 +109,6 @@ max_policy_lag = 4
 ASYNC_TABLE = """
 [async]
 fully_async = true
-async_max_concurrent_samples = {in_flight}
 async_data_buffer_capacity_factor = 1.0
 """
 
@@ -162,7 +161,7 @@ class Bench:
             slots=samples // 2,
             delay_ms=delay_ms,
             core=ASYNC_CORE if fully_async else "",
-            tables=ASYNC_TABLE.format(in_flight=samples) if fully_async else "",
+            tables=ASYNC_TABLE if fully_async else "",
         )
         before = os.getloadavg()
         self._perdure("run", str(self._write(name, text)), "--json")

@@ -79,4 +79,4 @@ def test_both_runs_differ_in_nothing_but_asynchrony(
     for section in ("training", "optimizer", "inference", "trainer", "model", "data", "launch"):
         assert getattr(sequential, section) == getattr(overlapped, section)
     assert overlapped.launch.env == {"PERDURE_ENGINE_STEP_DELAY_MS": "12.500"}
-    assert overlapped.asynchronous.async_max_concurrent_samples == 128
+    assert overlapped.asynchronous.async_max_concurrent_samples is None
