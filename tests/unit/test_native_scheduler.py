@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -120,7 +121,8 @@ def test_group_prefix_sharing_equals_independent_requests(tmp_path: Path) -> Non
     together = Bench(folder)
     requests = mixed_requests()
     answers = together.run(requests)
-    assert sum(request.cached_tokens > 0 for request in requests) == 9
+    # Three of each group of four, and the last loner: it begins with the whole of the one before.
+    assert sum(request.cached_tokens > 0 for request in requests) == 10
     for request in mixed_requests():
         alone = Bench(folder).run([request])[request.rid]
         assert answers[request.rid].output_ids == alone.output_ids
@@ -140,6 +142,55 @@ def test_late_siblings_share_a_running_request(tmp_path: Path) -> None:
     assert late.cached_tokens == 3
     alone = Bench(tmp_path / "m").run([ask("late", prompt, seed=1)])["late"]
     assert bench.finished("late").output_ids == alone.output_ids
+
+
+def resubmitted() -> list[Request]:
+    """Two groups of siblings that come back with tokens of their own, and one without any."""
+    return [
+        replace(
+            ask(f"g{group}s{sibling}", [*range(20 + group, 60), *range(3, 3 + 2 * sibling)], 9),
+            want_experts=True,
+        )
+        for group in range(2)
+        for sibling in (3, 0, 1, 5)
+    ]
+
+
+@pytest.mark.parametrize("config", [CONFIG, MOE], ids=["dense", "moe"])
+@pytest.mark.parametrize("arriving", [1, 3, 8])
+def test_siblings_with_tokens_of_their_own_extend_a_common_prompt(
+    config: dict[str, object], arriving: int, tmp_path: Path
+) -> None:
+    folder = write_model(tmp_path / "m", config=config)
+    bench = Bench(folder, "--enable-return-routed-experts")
+    requests = resubmitted()
+    for start in range(0, len(requests), arriving):
+        for request in requests[start : start + arriving]:
+            bench.scheduler.add(request)
+        bench.turns(1)
+    bench.turns()
+    # Of each group one computes its prompt; what the others have in common with it is 40 tokens or
+    # 39, less the last one of the shortest context.
+    assert [request.cached_tokens >= 38 for request in requests].count(True) == 6
+    for request in resubmitted():
+        alone = Bench(folder, "--enable-return-routed-experts").run([request])[request.rid]
+        answer = bench.finished(request.rid)
+        assert answer.output_ids == alone.output_ids
+        assert answer.experts == alone.experts
+        difference = torch.tensor(answer.logprobs) - torch.tensor(alone.logprobs)
+        assert difference.abs().max() < 1e-5
+
+
+def test_new_weights_are_never_mixed_into_an_old_prefix(tmp_path: Path) -> None:
+    bench = Bench(write_model(tmp_path / "m"))
+    prompt = list(range(20, 60))
+    bench.scheduler.add(ask("old", prompt, max_new_tokens=60, stop_token_ids=()))
+    bench.turns(2)
+    bench.scheduler.weights_changed("v1")
+    late = ask("late", [*prompt, 5, 6])
+    bench.scheduler.add(late)
+    bench.turns()
+    assert late.cached_tokens == 0
 
 
 @pytest.mark.parametrize("config", [CONFIG, MOE], ids=["dense", "moe"])

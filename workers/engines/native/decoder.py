@@ -10,6 +10,7 @@ from torch.nn import functional
 from workers.engines.native import experts
 from workers.engines.native.kv import KvCache
 from workers.engines.native.model_shape import ModelShape, inverse_frequencies
+from workers.engines.native.spans import Spans
 from workers.engines.native.weights import LayerWeights, WeightStore
 
 
@@ -64,17 +65,24 @@ class Decoder:
         return self.logits(x)
 
     def prefill(
-        self, tokens: torch.Tensor, cache: KvCache, first: int, want_hidden: bool
+        self,
+        tokens: torch.Tensor,
+        cache: KvCache,
+        first: int,
+        want_hidden: bool,
+        starts: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """Write KV of ``tokens`` [P, T] (right-padded) into the slots from ``first`` on.
 
-        Returns the last hidden states [P, T, H] when asked. Padding is harmless: a causal mask
-        hides it from real tokens, and decoding overwrites it.
+        ``starts`` [P]: tokens that each slot holds already and that come before these; none when
+        omitted. Returns the last hidden states [P, T, H] when asked. Padding is harmless: a causal
+        mask hides it from real tokens, and decoding overwrites it.
         """
         torch.set_num_threads(self.num_threads)
         shape, (num_prompts, length) = self.shape, tokens.shape
-        cos = self._cos[:length].unsqueeze(1).repeat(num_prompts, 1, 1)
-        sin = self._sin[:length].unsqueeze(1).repeat(num_prompts, 1, 1)
+        attention = Spans.of(starts, num_prompts, length, cache, first)
+        at = attention.positions.clamp(max=len(self._cos) - 1).flatten()
+        cos, sin = self._cos[at].unsqueeze(1), self._sin[at].unsqueeze(1)
         x = self.weights.embedding[tokens.flatten()]
         split = (num_prompts, length, -1, shape.head_dim)
         routed: list[torch.Tensor] = []
@@ -82,19 +90,15 @@ class Decoder:
             qk, v = self._heads(self._norm(x, layer.input_norm), layer)
             q, k = _rotate(qk, cos, sin).split((shape.num_heads, shape.num_kv_heads), 1)
             q, k, v = (part.reshape(split).transpose(1, 2) for part in (q, k, v))
-            cache.fill(number, first, k, v)
+            attention.write(number, k, v)
             if number == shape.num_layers - 1 and not want_hidden and cache.experts is None:
                 return None
-            mixed = functional.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=self._scale, enable_gqa=True
-            )
+            mixed = attention.attend(number, q, k, v, self._scale)
             mixed = mixed.transpose(1, 2).reshape(num_prompts * length, -1)
             x = x + self._linear(mixed, layer.output, layer.output_bias)
             x = x + self._feed_forward(self._norm(x, layer.post_norm), layer, routed)
         if cache.experts is not None:
-            stacked = torch.stack(routed, 1).to(torch.int32)
-            filled = cache.experts[first : first + num_prompts, :length]
-            filled.copy_(stacked.view(filled.shape))
+            attention.write_experts(torch.stack(routed, 1).to(torch.int32))
         return x.view(num_prompts, length, -1) if want_hidden else None
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:

@@ -109,6 +109,17 @@ class KvCache:
         self.keys[layer][first:last, :, :length] = k
         self.values[layer][first:last, :, :length] = v
 
+    def put(
+        self, layer: int, first: int, positions: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> None:
+        """Write k, v [P, kv heads, T, head_dim] at ``positions`` [P, T] of slots from ``first`` on.
+
+        Which of several tokens with one position stays is open: only padding has such.
+        """
+        slots = torch.arange(first, first + len(positions)).unsqueeze(1)
+        self.keys[layer][slots, :, positions] = k.transpose(1, 2)
+        self.values[layer][slots, :, positions] = v.transpose(1, 2)
+
     def share(self, sources: list[int], first: int, length: int) -> None:
         """Copy the first ``length`` tokens of slots ``sources`` to the slots from ``first`` on."""
         last, picked = first + len(sources), torch.tensor(sources)

@@ -1,15 +1,26 @@
-"""Prefill: each distinct prompt once, its siblings by copying rows.
+"""Prefill: what running requests hold of a context is copied, the rest is computed, each once.
+
+::
+
+    leaders     nobody holds a beginning of the context: computed wholly
+    extensions  somebody does: that is copied, the rest computed on top of it
+    followers   somebody holds all of it: copied
+
+Siblings of a group follow each other; after new weights, when they come back with different tokens
+of their own, one of them leads and the others extend the prompt that they share.
 
 All context tokens but the last are written to the cache; the last one is fed by the first decode
 step, so that a new request is from then on a row like any other.
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
 from workers.engines.native.decoder import Decoder
 from workers.engines.native.kv import KvCache
+from workers.engines.native.prefixes import Donor, Prefixes
 from workers.engines.native.request import Request
 from workers.engines.native.rows import Rows
 
@@ -19,6 +30,13 @@ SCORE_CHUNK = 256
 """Prompt tokens whose logits exist at once when a prompt is scored."""
 
 
+class Extension(NamedTuple):
+    """A request and the running one that lends it the beginning of its context."""
+
+    request: Request
+    donor: Donor
+
+
 class Prefill:
     """Brings picked requests into slots. Knows which running request holds which prompt."""
 
@@ -26,16 +44,19 @@ class Prefill:
         """``one_by_one``: never two prompts in a batch, so that neither depends on the other."""
         self._decoder, self._cache = decoder, cache
         self._one_by_one = one_by_one
-        self._live: dict[tuple[int, ...], dict[str, Request]] = {}
+        self._live = Prefixes()
         self.hit_rate = 0.0
         """Share of the newest run's context tokens whose KV was copied instead of computed."""
 
     def run(self, picked: list[Request], rows: Rows) -> None:
         """Give every picked request a slot with its context's KV."""
-        leaders, followers = self._split(picked)
+        leaders, extensions, followers = self._split(picked)
         leaders.sort(key=lambda request: len(request.prompt_key))
         for batch in self._batches(leaders):
             self._compute(batch, rows)
+        extensions.sort(key=_num_missing)
+        for part in _extension_batches(extensions):
+            self._extend(part, rows)
         if followers:
             self._copy(followers, rows)
         cached = sum(request.cached_tokens for request in picked)
@@ -43,29 +64,37 @@ class Prefill:
 
     def leave(self, request: Request) -> None:
         """``request`` loses its slot and can no longer lend its rows."""
-        holders = self._live.get(request.prompt_key)
-        if holders and holders.pop(request.rid, None) and not holders:
-            del self._live[request.prompt_key]
+        self._live.drop(request)
 
     def forget(self) -> None:
         """No row may be lent any more: its KV belongs to older weights."""
         self._live.clear()
 
-    def _split(self, picked: list[Request]) -> tuple[list[Request], list[Request]]:
-        """Requests that must compute their context, and those that find it in a slot."""
+    def _split(self, picked: list[Request]) -> tuple[list[Request], list[Extension], list[Request]]:
+        """Leaders, extensions and followers, by what runs and by leaders that come before them."""
         leaders: list[Request] = []
+        extensions: list[Extension] = []
         followers: list[Request] = []
-        led: set[tuple[int, ...]] = set()
+        planned, leading = set[tuple[int, ...]](), Prefixes()
         for request in picked:
-            request.prompt_key = tuple(request.input_ids + request.kept_ids)
-            request.context_length = len(request.prompt_key)
+            key = request.prompt_key = tuple(request.input_ids + request.kept_ids)
+            request.context_length = len(key)
             scored = request.prompt_logprobs_from is not None and request.input_logprobs is None
-            if scored or not (request.prompt_key in self._live or request.prompt_key in led):
-                leaders.append(request)
-                led.add(request.prompt_key)
-            else:
+            if not scored and (key in planned or self._live.same(key) is not None):
                 followers.append(request)
-        return leaders, followers
+                continue
+            planned.add(key)
+            donor = None if scored or self._one_by_one else self._donor(key, leading)
+            if donor is not None:
+                extensions.append(Extension(request, donor))
+            else:
+                leaders.append(request)
+                leading.add(request)
+        return leaders, extensions, followers
+
+    def _donor(self, key: tuple[int, ...], leading: Prefixes) -> Donor | None:
+        found = [donor for index in (self._live, leading) if (donor := index.longest(key))]
+        return max(found, key=lambda donor: donor.length, default=None)
 
     def _batches(self, leaders: list[Request]) -> Iterator[list[Request]]:
         """Neighbors in length share a batch as long as its padded size stays bounded."""
@@ -95,8 +124,23 @@ class Prefill:
                 states = hidden[row] if longest and hidden is not None else torch.empty(0)
                 request.input_logprobs = self._score(request, states)
 
+    def _extend(self, batch: list[Extension], rows: Rows) -> None:
+        first = len(rows.requests)
+        lent = [extension.donor.length for extension in batch]
+        self._cache.share([each.donor.request.slot for each in batch], first, max(lent))
+        missing = _num_missing(batch[-1])
+        if missing:
+            tokens = torch.zeros(len(batch), missing, dtype=torch.int64)
+            for row, (request, donor) in enumerate(batch):
+                rest = torch.tensor(request.prompt_key[donor.length : -1], dtype=torch.int64)
+                tokens[row, : len(rest)] = rest
+            self._decoder.prefill(tokens, self._cache, first, False, torch.tensor(lent))
+        for request, donor in batch:
+            request.cached_tokens = donor.length
+            self._join(request, rows)
+
     def _copy(self, followers: list[Request], rows: Rows) -> None:
-        sources = [next(iter(self._live[r.prompt_key].values())).slot for r in followers]
+        sources = [holder.slot for r in followers if (holder := self._live.same(r.prompt_key))]
         longest = max(request.context_length - 1 for request in followers)
         if longest:
             self._cache.share(sources, len(rows.requests), longest)
@@ -106,7 +150,7 @@ class Prefill:
 
     def _join(self, request: Request, rows: Rows) -> None:
         rows.append(request, request.prompt_key[-1])
-        self._live.setdefault(request.prompt_key, {})[request.rid] = request
+        self._live.add(request)
 
     def _score(self, request: Request, hidden: torch.Tensor) -> list[tuple[float | None, int]]:
         """Log-probs of the prompt tokens at temperature 1; the first one has none."""
@@ -120,3 +164,20 @@ class Prefill:
             values = scores.gather(1, targets).squeeze(1).tolist()
             result.extend(zip(values, ids[low + 1 : high + 1], strict=True))
         return result
+
+
+def _num_missing(extension: Extension) -> int:
+    """Context tokens that must be computed; the last one of a context is not prefilled."""
+    return extension.request.context_length - 1 - extension.donor.length
+
+
+def _extension_batches(extensions: list[Extension]) -> Iterator[list[Extension]]:
+    """Neighbors in missing tokens share a batch as long as its padded size stays bounded."""
+    batch: list[Extension] = []
+    for extension in extensions:
+        if batch and (len(batch) + 1) * _num_missing(extension) > MAX_PREFILL_TOKENS:
+            yield batch
+            batch = []
+        batch.append(extension)
+    if batch:
+        yield batch
