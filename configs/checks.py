@@ -11,6 +11,7 @@ from pathlib import PurePosixPath
 from configs.async_checks import async_problems
 from configs.data import DataSection, TaskSpec
 from configs.evaluation import EvaluationSection
+from configs.held_out import has_held_out
 from configs.hints import nearest
 from configs.loss_checks import loss_problems
 from configs.model_checks import model_problems
@@ -46,20 +47,6 @@ def find_problems(spec: RunSpec) -> list[Problem]:
             *async_problems(spec),
         ]
     return problems
-
-
-def has_held_out(spec: RunSpec) -> bool:
-    """Whether the run has held-out prompts to evaluate on."""
-    return spec.data.eval_prompt_data is not None or any(
-        task.eval_count for task in spec.data.tasks
-    )
-
-
-def has_background_evaluation(spec: RunSpec) -> bool:
-    """Whether any evaluation starts an engine of its own."""
-    section = spec.evaluation
-    due = section.initial or section.final or section.interval is not None
-    return section.mode == "background" and due and has_held_out(spec)
 
 
 def _batch(spec: RunSpec) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.capacity import completed_groups_capacity, concurrent_groups
-from configs.checks import has_background_evaluation
+from configs.held_out import has_background_evaluation
 from configs.model import TinySpec
 from configs.paths import local_model_folder
 from configs.run import RunSpec

@@ -5,7 +5,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from configs.capacity_report import capacity_report
-from configs.checks import has_background_evaluation, has_held_out
+from configs.held_out import has_background_evaluation, has_held_out
 from configs.load import Loaded
 from configs.memory import estimate, model_shape
 from configs.plan_warnings import plan_warnings

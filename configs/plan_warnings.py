@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from configs.checks import has_held_out
+from configs.held_out import has_held_out
 from configs.run import RunSpec
 from configs.section import Section
 from models.run import LoopPlan
