@@ -2,9 +2,9 @@
 
     python benchmarks/async_overlap.py [--updates 50] [--groups 8] [--work FOLDER]
 
-Both go through the whole stack (Temporal, Ray, two engine processes, the trainer) with one model,
-one batch shape and the same engines. On a small machine a small model samples faster than it
-trains, so every decode step of the engines is lengthened without work
+Both go through the whole stack (Temporal, Ray, an engine process, the trainer) with one model,
+one batch shape and the same engine. On a small machine a small model samples faster than it
+trains, so every decode step of the engine is lengthened without work
 (``PERDURE_ENGINE_STEP_DELAY_MS``) until a collection takes as long as its update. The model is
 random and guesses digits: rewards differ within a group, so every update has a gradient, and
 answers are of the same lengths in all runs.
@@ -48,7 +48,7 @@ SAMPLES = 8
 """Siblings of a prompt."""
 TOKENS = 24
 """New tokens of a response at most; a random model rarely ends earlier."""
-PROMPT_CHARACTERS = 100
+PROMPT_CHARACTERS = 200
 """A character is a token. The trainer computes a prompt for each of its samples (documents), an
 engine once a group: training is much more work than sampling, as it is on machines of their own."""
 
@@ -72,7 +72,7 @@ save_checkpoints = false
 [optimizer]
 learning_rate = 1e-7                # the model stays random
 [core]
-max_context_length = 160
+max_context_length = 256
 filter_zero_std_groups = false
 {core}
 [trainer]
@@ -81,7 +81,7 @@ compute_dtype = "float32"
 num_threads = 1
 [inference]
 dtype = "float32"
-num_engines = 2
+num_engines = 1
 num_threads = 1
 max_response_length = {tokens}
 max_running_requests = {slots}
@@ -158,7 +158,7 @@ class Bench:
             groups=self.groups,
             samples=SAMPLES,
             tokens=TOKENS,
-            slots=samples // 2,
+            slots=samples,
             delay_ms=delay_ms,
             core=ASYNC_CORE if fully_async else "",
             tables=ASYNC_TABLE if fully_async else "",
