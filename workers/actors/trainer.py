@@ -61,6 +61,7 @@ class TrainerActor:
         self._trainer: LocalTrainer | None = None
         self._guarded: GuardedTrainer | None = None
         self._gang: Gang | None = None
+        self._started: tuple[int, str | None, PolicyClock | None] | None = None
         self._broken = False
 
     @ray.method(concurrency_group="work")
@@ -68,20 +69,17 @@ class TrainerActor:
         """Load the prepared model, or the checkpoint in ``folder`` (relative) at ``clock``.
 
         Epochs before ``epoch`` are refused. No update of it is fenced yet: the run may go on at an
-        earlier one than it had reached.
+        earlier one than it had reached. A repeated call finds it done and changes nothing.
         """
-        store = store_of(self._order.run)
-        ranks = self._join(store)
-        try:
-            trainer, guarded = self._load(store, ranks)
-            if folder is not None and clock is not None:
-                guarded.restore(FenceToken(epoch=epoch, update=0, attempt=0), folder, clock)
-        except BaseException:
-            if self._gang is not None:
-                self._gang.close()
-            raise
-        guarded.revoke(epoch - 1)
-        self._trainer, self._guarded = trainer, guarded
+        asked = (epoch, folder, clock)
+        if self._started is None:
+            self._set_up(*asked)
+            self._started = asked
+        elif asked != self._started:
+            raise ContractViolation(
+                f"the trainer of {self._order.run.run_id} was started with (epoch, folder, clock) "
+                f"{self._started} and cannot start again with {asked}"
+            )
         return self.facts()
 
     @ray.method(concurrency_group="work")
@@ -158,6 +156,20 @@ class TrainerActor:
             last_batch_sha256=last.batch_sha256 if last else None,
             policy_version=trainer.policy_version,
         )
+
+    def _set_up(self, epoch: int, folder: str | None, clock: PolicyClock | None) -> None:
+        store = store_of(self._order.run)
+        try:
+            ranks = self._join(store)
+            trainer, guarded = self._load(store, ranks)
+            if folder is not None and clock is not None:
+                guarded.restore(FenceToken(epoch=epoch, update=0, attempt=0), folder, clock)
+        except BaseException:
+            if self._gang is not None:
+                self._gang.close()
+            raise
+        guarded.revoke(epoch - 1)
+        self._trainer, self._guarded = trainer, guarded
 
     def _load(self, store: "Store", ranks: "Ranks") -> "tuple[LocalTrainer, GuardedTrainer]":
         """The prepared model, on every rank."""
