@@ -8,7 +8,7 @@ A response that lived through a publication has an older prefix and a newer rest
 The latest forward is the one that made the last token; the prefix was sampled by versions before
 it. With delta = trainer log-prob before the update - behavior log-prob, each kind reports mean and
 largest |delta| and the share of tokens whose weight exp(delta) the truncation changes. Both kinds
-contain policy age as well as numerical differences.
+contain policy age as well as numerical differences. All numbers are over all ranks.
 """
 
 from collections.abc import Mapping
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from workers.trainers.batch import TrainingBatch
 from workers.trainers.loss import LossSettings
+from workers.trainers.ranks import Ranks
 
 REFRESH_SCORES = "refresh_scores"
 HISTORICAL_PREFIX = "historical_prefix"
@@ -29,6 +30,7 @@ def refresh_scores(
     batch: TrainingBatch,
     old: Tensor,
     settings: LossSettings,
+    ranks: Ranks,
     *,
     rollout_id: int,
     policy_version: int,
@@ -39,6 +41,7 @@ def refresh_scores(
         batch: the collection, N response tokens.
         old: [N] the trainer's log-probs before the update; NaN where a token is not in the loss.
         settings: where importance weights are truncated.
+        ranks: who else scored tokens.
         rollout_id: index of the update.
         policy_version: completed optimizer steps before the update.
 
@@ -50,20 +53,27 @@ def refresh_scores(
     active = ~old.isnan()
     versions, replay = batch.versions.sampled_by[active], batch.versions.replay[active]
     delta = old[active].double() - batch.behavior[active].double()
-    current = int((versions == policy_version).sum())
+    kinds = {HISTORICAL_PREFIX: versions < replay, LATEST_FORWARD: versions == replay}
+    own = [_sums(delta[chosen], settings) for chosen in kinds.values()]
+    own.append(_sums(delta[versions == policy_version], settings))
+    *sums, current = ranks.all_reduce_sum(torch.stack([row[:3] for row in own])).tolist()
+    largest = ranks.all_reduce_max(torch.stack([row[3] for row in own])).tolist()
+    tokens = int(sum(count for count, *_ in sums))
     event: dict[str, Any] = {
         "rollout_id": rollout_id,
         "mixed_responses": batch.versions.mixed_responses,
         "response_count": len(batch.samples),
-        "active_tokens": len(delta),
-        "current_version_token_fraction": current / max(len(delta), 1),
+        "active_tokens": tokens,
+        "current_version_token_fraction": current[0] / max(tokens, 1),
     }
-    for kind, chosen in (
-        (HISTORICAL_PREFIX, versions < replay),
-        (LATEST_FORWARD, versions == replay),
-    ):
-        if bool(chosen.any()):
-            event[kind] = _describe(delta[chosen], settings)
+    for kind, (count, total, truncated), most in zip(kinds, sums, largest, strict=False):
+        if count:
+            event[kind] = {
+                "tokens": int(count),
+                "mean_abs_logratio": total / count,
+                "max_abs_logratio": most,
+                "tis_clip_fraction": truncated / count,
+            }
     return event
 
 
@@ -79,13 +89,9 @@ def refresh_metrics(event: Mapping[str, Any]) -> dict[str, float]:
     return rows
 
 
-def _describe(delta: Tensor, settings: LossSettings) -> dict[str, float]:
-    """One kind of tokens. ``delta`` [n > 0] in float64."""
-    weight = torch.exp(delta)
+def _sums(delta: Tensor, settings: LossSettings) -> Tensor:
+    """[4] of tokens with ``delta`` [n]: n, sum of |delta|, truncated weights, largest |delta|."""
+    weight, size = torch.exp(delta), delta.abs()
     truncated = (weight < settings.tis_clip_low) | (weight > settings.tis_clip)
-    return {
-        "tokens": len(delta),
-        "mean_abs_logratio": float(delta.abs().mean()),
-        "max_abs_logratio": float(delta.abs().max()),
-        "tis_clip_fraction": float(truncated.double().mean()),
-    }
+    largest = size.max() if len(size) else size.sum()
+    return torch.stack([size.new_tensor(len(size)), size.sum(), truncated.double().sum(), largest])

@@ -144,10 +144,14 @@ class UpdateScores:
 
         Raises:
             PolicyDisagreement: scoring pass and training forward, or trainer and engines, disagree.
+            NonFiniteLoss: a log-prob of the scoring pass is no finite number.
             ContractViolation: no token counts in the loss.
         """
         judge, tokens, rollout_id = self._judge, self._tokens, self._rollout_id
         if self._standalone is not None:
+            with agreed(judge.ranks):
+                scored = tokens.covered_by(self._works[0].micros)
+                tokens.refuse_non_finite(self._standalone, scored, "the scoring pass's log-prob")
             check = scoring_check(
                 self._standalone,
                 tokens.old,
@@ -205,6 +209,7 @@ def record_refresh(
         tokens.batch,
         tokens.old,
         judge.settings,
+        judge.ranks,
         rollout_id=rollout_id,
         policy_version=policy_version,
     )

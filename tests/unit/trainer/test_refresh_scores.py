@@ -18,6 +18,7 @@ from workers.trainers.contract_file import ContractFile
 from workers.trainers.load import load_model
 from workers.trainers.local import LocalTrainer
 from workers.trainers.loss import LossSettings
+from workers.trainers.ranks import SingleRank
 from workers.trainers.refresh_scores import refresh_metrics, refresh_scores
 
 NAN = math.nan
@@ -52,10 +53,14 @@ WORKED_OLD = torch.tensor(
 )
 
 
+def scores(batch: TrainingBatch, old: torch.Tensor, settings: LossSettings, **where: int):
+    return refresh_scores(batch, old, settings, SingleRank(), **where)
+
+
 def test_worked_numbers():
     """e^1 = 2.72 is the only weight above 2; e^-0.25 = 0.78 and e^-0.75 = 0.47 are below 0.8."""
     wide, narrow = LossSettings(use_tis=True), LossSettings(use_tis=True, tis_clip_low=0.8)
-    event = refresh_scores(worked_batch(), WORKED_OLD, wide, rollout_id=3, policy_version=8)
+    event = scores(worked_batch(), WORKED_OLD, wide, rollout_id=3, policy_version=8)
     prefix = {"tokens": 4, "mean_abs_logratio": 1.75 / 4, "max_abs_logratio": 1.0}
     latest = {"tokens": 8, "mean_abs_logratio": 1.125 / 8, "max_abs_logratio": 0.75}
     assert event == {
@@ -67,7 +72,7 @@ def test_worked_numbers():
         "historical_prefix": prefix | {"tis_clip_fraction": 0.25},
         "latest_forward": latest | {"tis_clip_fraction": 0.0},
     }
-    event = refresh_scores(worked_batch(), WORKED_OLD, narrow, rollout_id=3, policy_version=9)
+    event = scores(worked_batch(), WORKED_OLD, narrow, rollout_id=3, policy_version=9)
     assert event["current_version_token_fraction"] == 0.0
     assert event["historical_prefix"]["tis_clip_fraction"] == 0.5
     assert event["latest_forward"]["tis_clip_fraction"] == 0.125
@@ -78,18 +83,18 @@ def test_worked_numbers():
 def test_a_weight_at_the_limit_is_not_truncated():
     batch = TrainingBatch.of([SampleGroup(0, "p", 0, [response(0, [-2.0], (1, 0, 1))], [1.0])])
     same = LossSettings(use_tis=True, tis_clip_low=1.0, tis_clip=1.0)
-    event = refresh_scores(batch, torch.tensor([-2.0]), same, rollout_id=0, policy_version=1)
+    event = scores(batch, torch.tensor([-2.0]), same, rollout_id=0, policy_version=1)
     assert event["latest_forward"]["tis_clip_fraction"] == 0.0
     assert event["current_version_token_fraction"] == 1.0
 
 
 def test_a_kind_without_tokens_is_omitted():
     old = torch.where(torch.arange(15) < 4, WORKED_OLD, NAN)
-    event = refresh_scores(worked_batch(), old, LossSettings(), rollout_id=0, policy_version=8)
+    event = scores(worked_batch(), old, LossSettings(), rollout_id=0, policy_version=8)
     assert event["active_tokens"] == event["historical_prefix"]["tokens"] == 4
     assert "latest_forward" not in event
     nothing = torch.full((15,), NAN)
-    event = refresh_scores(worked_batch(), nothing, LossSettings(), rollout_id=0, policy_version=8)
+    event = scores(worked_batch(), nothing, LossSettings(), rollout_id=0, policy_version=8)
     assert event == {
         "rollout_id": 0,
         "mixed_responses": 1,

@@ -8,7 +8,7 @@ import torch
 
 from activities.storage import layout
 from configs.scoring import scoring_plan
-from models.errors import PolicyDisagreement
+from models.errors import NonFiniteLoss, PolicyDisagreement
 from workers.trainers.local import LocalTrainer
 from workers.trainers.logprobs import Scorer
 from workers.trainers.ranks import SingleRank
@@ -145,3 +145,26 @@ def test_a_forward_that_depends_on_its_pass_is_refused_before_the_weights_change
     assert check["tokens_above_edge"] == check["active_tokens"] == 36
     assert events(spec, "optimizer") == []
     assert trainer.policy_version == 0
+
+
+@pytest.mark.parametrize("wrong", [NAN, float("inf")])
+def test_a_pass_that_scores_no_number_is_refused_by_sample(
+    make_spec, make_groups, model_dir, monkeypatch, wrong
+):
+    """It is no token that the pass did not look at."""
+    spec = make_spec()
+    trainer = LocalTrainer(spec, model_dir)
+    before = {name: p.clone() for name, p in trainer.model.named_parameters()}
+    score = Scorer.score
+
+    def broken(self, batch):
+        logprobs, entropies = score(self, batch)
+        logprobs[batch.token_index == 12] = wrong  # the third token of the fifth sample
+        return logprobs, entropies
+
+    monkeypatch.setattr(Scorer, "score", broken)
+    where = "rank 0: prompt group 1, sample 4, response token 2"
+    with pytest.raises(NonFiniteLoss, match=f"^{where}: the scoring pass's log-prob is (nan|inf)"):
+        trainer.optimize(0, "a", make_groups())
+    assert all(torch.equal(before[n], p) for n, p in trainer.model.named_parameters())
+    assert not Path(spec.output.root, layout.TRAINING_CONTRACT).exists()

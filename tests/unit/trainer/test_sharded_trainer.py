@@ -15,6 +15,7 @@ from activities.storage.store import Store
 from configs.run import RunSpec
 from models.checkpoint import PolicyClock
 from models.errors import ContractViolation, NonFiniteLoss
+from models.sample import TokenSpan
 from workers.trainers.ranks import SingleRank
 
 pytestmark = pytest.mark.timeout(200)  # processes start for the first test
@@ -145,6 +146,30 @@ def test_routes_are_replayed_on_every_rank(two_ranks, make_spec, make_groups, mi
             assert {layer["entered"] for layer in row["layers"].values()} == {packs[rank]}
         tokens += training["tokens"]
     assert tokens == steps[0]["normalization"]["model_tokens"]
+
+
+def test_refresh_scores_of_two_ranks_are_those_of_one(two_ranks, make_spec, make_groups, model_dir):
+    """Responses that versions 0 and 1 made; all of the second rank's group, none of the first's."""
+    spec = make_spec(optimizer=SMOOTH, core={"publication_mode": "refresh", "max_policy_lag": 8})
+    mixed = make_groups(1)
+    for sample in mixed[1].samples:
+        length = len(sample.response_token_ids)
+        sample.spans = [TokenSpan(0, 0, length // 2), TokenSpan(1, length // 2, length)]
+    job = Job(spec, model_dir, updates=[(0, make_groups()), (1, mixed)])
+    single, both = alone(job), two_ranks.run(live, job)
+    expected = events(root_alone(spec), 0, "refresh_scores")[1]
+    assert expected["historical_prefix"]["tokens"] == 2 + 3 + 3 + 4
+    assert expected["mixed_responses"] == 4
+    for rank in range(2):
+        event = events(spec, rank, "refresh_scores")[1]
+        assert event.keys() == expected.keys()
+        for name in ("active_tokens", "mixed_responses", "current_version_token_fraction"):
+            assert event[name] == expected[name]
+        for kind in ("historical_prefix", "latest_forward"):
+            assert event[kind] == pytest.approx(expected[kind], rel=1e-4)
+        for key, value in single.reports[1].metrics.items():
+            if key.startswith("train/refresh/"):
+                assert both[rank].reports[1].metrics[key] == pytest.approx(value, rel=1e-4), key
 
 
 def test_bfloat16_steps_are_near_those_of_one_process(two_ranks, make_spec, make_groups, model_dir):
