@@ -46,6 +46,15 @@ METRICS: tuple[Metric, ...] = (
     Metric("train/ess_ratio", "fraction", _UPDATE, "effective sample size of new/old ratios"),
     Metric("train/grad_norm", "1", _UPDATE, "global norm before clipping, last step"),
     Metric("train/parameter_change", "1", _UPDATE, "L2 norm of the parameter step, last step"),
+    *(
+        Metric(
+            f"train/rank0_local_pre_optimizer/{kind}/l2",
+            "1",
+            _UPDATE,
+            f"gradient norm of {kind} parameters on rank 0, last diagnostic step",
+        )
+        for kind in ("dense", "expert", "router")
+    ),
     Metric("train/lr_used-pg_0", "1", _UPDATE, "learning rate of the last optimizer step"),
     Metric("train/lr-pg_0", "1", _UPDATE, "learning rate of the next optimizer step"),
     Metric("train/train_rollout_logprob_abs_diff", "nats", _UPDATE, "mean |trainer - behavior|"),

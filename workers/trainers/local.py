@@ -255,7 +255,6 @@ class LocalTrainer:
         scores.prepare()
         if scores.scores:
             record_replay(self._judge, Phase.SCORING, self.next_update)
-        compared: dict[str, float] = {}
         metrics: dict[str, float] = {}
         for index, work in enumerate(works):
             self._progress = StageProgress(
@@ -268,9 +267,10 @@ class LocalTrainer:
             counts = self._count(tokens.batch, work)
             policy = self._backward(work, tokens, counts, tally)
             if index == 0:
-                compared = scores.compare()
+                metrics |= scores.compare()
             probe = ParameterProbe.due(self.spec, self.policy_version, self.model)
-            metrics = self._step()
+            metrics |= {} if probe is None else probe.metrics()
+            metrics |= self._step()
             event = optimizer_event(
                 tokens.batch,
                 work,
@@ -292,7 +292,7 @@ class LocalTrainer:
                 self._judge, step=self.policy_version, rollout_id=self.next_update
             )
             tally.add_packs(work.num_packs, len(work.scored))
-        return compared | metrics
+        return metrics
 
     def _work(self, batch: TrainingBatch, plan: StepPlan) -> StepWork:
         """This rank's share of an optimizer step."""

@@ -14,6 +14,7 @@ from configs.run import RunSpec
 from workers.trainers.shards import local_part
 
 ROUTER, EXPERT, DENSE = "router", "expert", "dense"
+_METRICS = "train/rank0_local_pre_optimizer/"
 _SAMPLES = 256
 
 
@@ -31,6 +32,10 @@ class ParameterProbe:
         """A probe when the step after ``completed_steps`` is a diagnostic one."""
         interval = spec.core.diagnostic_interval
         return cls(model) if interval and (completed_steps + 1) % interval == 0 else None
+
+    def metrics(self) -> dict[str, float]:
+        """The gradient norms as ``train/rank0_local_pre_optimizer/*``; the first rank's count."""
+        return {f"{_METRICS}{kind}/l2": norm for kind, norm in self.gradients.items()}
 
     @torch.no_grad()
     def updates(self) -> dict[str, dict[str, Any]]:

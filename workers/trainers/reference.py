@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from configs.run import RunSpec
-from workers.trainers.load import load_model
+from workers.trainers.load import EXPERTS, load_model
 from workers.trainers.row_layout import prepare_packing
 
 
@@ -18,6 +18,7 @@ def load_reference(spec: RunSpec, model_dir: Path, device: torch.device) -> Any 
     """
     if spec.training.kl_loss_coef == 0:
         return None
-    model = load_model(model_dir, attention=spec.trainer.attention)
+    experts = EXPERTS[device.type]
+    model = load_model(model_dir, attention=spec.trainer.attention, experts=experts)
     prepare_packing(spec, model)
     return model.to(device).eval().requires_grad_(False)

@@ -19,6 +19,7 @@ from workers.engines.native.weights import WeightStore
 from workers.sources.characters import character_tokenizer
 from workers.sources.expert_names import FUSED_FAMILIES, file_weights
 from workers.sources.model import prepare_model
+from workers.trainers import reference
 from workers.trainers.export import ExportProbe
 from workers.trainers.local import LocalTrainer
 
@@ -184,3 +185,30 @@ def test_a_tied_qwen3_moe_is_refused_before_work(make_spec, tmp_path):
     new_model("qwen3_moe").save_pretrained(tmp_path / "tied")
     character_tokenizer().save_pretrained(tmp_path / "tied")
     assert prepare_model(spec, store).model_type == "qwen3_moe"
+
+
+@pytest.mark.parametrize(("device", "experts"), [("cpu", "eager"), ("cuda", "grouped_mm")])
+def test_the_reference_computes_experts_as_the_policy_does(
+    make_spec, tmp_path, monkeypatch, device, experts
+):
+    """At version 0 both must score alike, to the last bit."""
+    asked = {}
+
+    def look(folder, **options):
+        asked.update(options)
+        raise ConfigurationError("enough")
+
+    monkeypatch.setattr(reference, "load_model", look)
+    spec = make_spec(training={"kl_loss_coef": 0.1})
+    with pytest.raises(ConfigurationError, match="enough"):
+        reference.load_reference(spec, tmp_path, torch.device(device))
+    assert asked == {"attention": "sdpa", "experts": experts}
+
+
+def test_gradient_norms_by_kind_of_parameter_make_up_the_whole(make_spec, make_groups, experts_dir):
+    spec = make_spec(core={"max_policy_lag": 8, "diagnostic_interval": 1})
+    metrics = LocalTrainer(spec, experts_dir).optimize(0, "a", make_groups()).metrics
+    kinds = ("dense", "expert", "router")
+    norms = [metrics[f"train/rank0_local_pre_optimizer/{kind}/l2"] for kind in kinds]
+    assert min(norms) > 0
+    assert sum(x * x for x in norms) ** 0.5 == pytest.approx(metrics["train/grad_norm"], rel=1e-5)

@@ -136,6 +136,7 @@ def test_a_diagnostic_step_records_gradients_and_samples_of_the_change(
     assert first["sampled_model_updates"] is None
     gradients = second["local_pre_optimizer_gradients"]
     assert gradients["dense"] == pytest.approx(report.metrics["train/grad_norm"], rel=1e-5)
+    assert report.metrics["train/rank0_local_pre_optimizer/dense/l2"] == gradients["dense"]
     updates = second["sampled_model_updates"]["dense"]
     entries = sum(
         min(256, -(-p.numel() // -(-p.numel() // 256))) for p in trainer.model.parameters()
