@@ -60,10 +60,6 @@ class ProcessRanks:
         """See ``Ranks``."""
         return error is self._agreed
 
-    def barrier(self) -> None:
-        """See ``Ranks``."""
-        self._gather(torch.zeros(()))
-
     def _gather(self, values: Tensor) -> Tensor:
         """[world, ...] in CPU memory."""
         own = values.detach().to("cpu").contiguous()

@@ -41,9 +41,6 @@ class Ranks(Protocol):
     def has_agreed(self, error: PerdureError) -> bool:
         """Whether ``error`` is what the last ``agree`` raised: then every rank raised it."""
 
-    def barrier(self) -> None:
-        """Wait until every rank is here."""
-
 
 class SingleRank:
     """The only rank: sums are its own values."""
@@ -71,9 +68,6 @@ class SingleRank:
     def has_agreed(self, error: PerdureError) -> bool:
         """Nobody can disagree."""
         return True
-
-    def barrier(self) -> None:
-        """Nobody to wait for."""
 
 
 def on_rank(error: PerdureError, rank: int) -> PerdureError:
