@@ -111,7 +111,7 @@ def routes_problem(routes: bytes, num_tokens: int) -> str | None:
     ``num_tokens`` counts prompt and response; the last token was fed to no forward.
     """
     rows = num_tokens - 1
-    if not routes or len(routes) % (ROUTE_BYTES * rows):
+    if rows < 1 or not routes or len(routes) % (ROUTE_BYTES * rows):
         return f"routed_experts has {len(routes)} bytes, no int32 table of {rows} rows"
     return None
 

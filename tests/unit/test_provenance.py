@@ -131,3 +131,4 @@ def test_routes_are_whole_rows():
     """As recorded of a served mixture of experts: 12 + 3 tokens, 4 layers, top-2."""
     assert routes_problem(bytes(448), 15) is None
     assert routes_problem(bytes(448), 16) is not None
+    assert routes_problem(bytes(8), 1) is not None  # one token alone was fed to no forward

@@ -143,13 +143,16 @@ def _compare_weights(
     """Every re-loaded tensor equals the trainer's as cast for the file."""
     weights = file_weights(named_weights(loaded), loaded.config.model_type)
     theirs = tensor_checksums(weights.items(), dtype)
+    remedy = ""
+    if (folder / COMPLETE).exists():
+        remedy = "; it is a finished export of other weights: remove it first"
     if checksums.keys() != theirs.keys():
         raise ContractViolation(
-            f"{folder}: tensors differ: {sorted(checksums.keys() ^ theirs.keys())[:3]}"
+            f"{folder}: tensors differ: {sorted(checksums.keys() ^ theirs.keys())[:3]}{remedy}"
         )
     for name, checksum in checksums.items():
         if theirs[name] != checksum:
-            raise ContractViolation(f"{folder}: {name} was re-loaded with other values")
+            raise ContractViolation(f"{folder}: {name} was re-loaded with other values{remedy}")
 
 
 def _greedy_answer(loaded: Any, folder: Path, probe: ExportProbe) -> str:
