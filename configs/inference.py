@@ -1,19 +1,29 @@
 """``[inference]``: the engines and how they sample."""
 
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from pydantic import Field
 
 from configs.section import Section
 
+Scalar: TypeAlias = str | int | float | bool
+Argument: TypeAlias = Scalar | tuple[Scalar, ...]
+"""Value of a server argument: true is a bare flag, false leaves it out, a list several values."""
+
 
 class InferenceSection(Section):
     """``[inference]``."""
 
-    engine: Literal["native"] = "native"
-    """Engine back end; every one speaks the same HTTP contract."""
+    engine: Literal["native", "sglang"] = "native"
+    """Engine back end; both speak the same HTTP contract."""
     num_engines: int = Field(default=1, ge=1)
-    """Engine processes."""
+    """Engine servers."""
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """GPUs over which one SGLang engine splits the model."""
+    sglang: dict[str, Argument] = Field(default_factory=dict)
+    """Further arguments of SGLang servers by SGLang's own names with underscores, such as
+    mem_fraction_static; true is a flag, a list several values. Names that Perdure sets itself are
+    refused, unknown ones before a server starts."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Weights and arithmetic of the engines."""
     num_threads: int | None = Field(default=None, ge=1)
@@ -31,7 +41,8 @@ class InferenceSection(Section):
     max_queued_requests: int = Field(default=4096, ge=1)
     """Requests waiting in one engine; above it answers 503."""
     kv_cache_mib: int = Field(default=2048, ge=1)
-    """Keys and values of all requests of one engine at most, in MiB; requests beyond it wait."""
+    """Keys and values of all requests of one engine at most, in MiB; requests beyond it wait. On
+    a GPU inference.sglang.mem_fraction_static decides instead."""
     server_concurrency: int = Field(default=64, ge=1)
     """Generation calls that the producer keeps open per engine."""
     deterministic: bool = False
