@@ -1,6 +1,8 @@
 """The engine actor: an engine server of the back end that the run file names."""
 
+import json
 from pathlib import Path
+from typing import NamedTuple
 
 from activities.site import store_of
 from activities.storage import layout
@@ -8,6 +10,9 @@ from configs.run import RunSpec
 from workers.actors.order import ActorOrder, engine_threads, num_cores
 from workers.actors.server import ServerActor, module_command
 from workers.engines.process import ServerCommand
+from workers.engines.sglang.arguments import server_arguments, server_environment
+from workers.engines.sglang.installed import require_arguments
+from workers.engines.sglang.own_head import require_own_head
 
 
 class EngineActor(ServerActor):
@@ -28,12 +33,29 @@ def server_command(
         spec: the run file.
         model: folder to serve; default: the prepared model.
         version: policy version that it serves from the start; default: none that counts.
+
+    Raises:
+        ConfigurationError: SGLang is missing, lacks an argument, or would serve the model wrongly.
     """
-    threads = engine_threads(spec, num_cores())
-    inference = spec.inference
     folder = model or store_of(order.run).local_path(layout.PREPARED_MODEL)
+    # An evaluation needs no routes.
+    with_routes = spec.training.use_rollout_routing_replay and model is None
+    build = _sglang if spec.inference.engine == "sglang" else _native
+    return build(order, spec, Served(folder, with_routes, version))
+
+
+class Served(NamedTuple):
+    """What an engine serves."""
+
+    folder: Path
+    with_routes: bool
+    version: int | None
+
+
+def _native(order: ActorOrder, spec: RunSpec, served: Served) -> ServerCommand:
+    threads, inference = engine_threads(spec, num_cores()), spec.inference
     options = [
-        *("--model-path", str(folder)),
+        *("--model-path", str(served.folder)),
         *("--dtype", inference.dtype, "--num-threads", str(threads)),
         *("--max-running-requests", str(inference.max_running_requests)),
         *("--max-queued-requests", str(inference.max_queued_requests)),
@@ -42,8 +64,25 @@ def server_command(
     ]
     if inference.deterministic:
         options.append("--deterministic")
-    if spec.training.use_rollout_routing_replay and model is None:  # evaluation needs no routes
+    if served.with_routes:
         options.append("--enable-return-routed-experts")
-    if version is not None:
-        options += ["--weight-version", str(version)]
-    return module_command(order, spec, f"workers.engines.{inference.engine}", options, threads)
+    if served.version is not None:
+        options += ["--weight-version", str(served.version)]
+    return module_command(order, spec, "workers.engines.native", options, threads)
+
+
+def _sglang(order: ActorOrder, spec: RunSpec, served: Served) -> ServerCommand:
+    config = json.loads((served.folder / "config.json").read_bytes())
+    require_own_head(served.folder, config)
+    arguments = server_arguments(
+        spec, served.folder, config, with_routes=served.with_routes, version=served.version
+    )
+    require_arguments(arguments)
+    return module_command(
+        order,
+        spec,
+        "workers.engines.sglang",
+        ["--arguments", json.dumps(arguments)],
+        engine_threads(spec, num_cores()),
+        server_environment(spec),
+    )

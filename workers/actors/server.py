@@ -3,7 +3,9 @@
 import asyncio
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from activities.site import spec_of, store_of
 from configs.run import RunSpec
@@ -61,9 +63,17 @@ class ServerActor(ABC):
 
 
 def module_command(
-    order: ActorOrder, spec: RunSpec, module: str, options: list[str], threads: int
+    order: ActorOrder,
+    spec: RunSpec,
+    module: str,
+    options: list[str],
+    threads: int,
+    variables: Mapping[str, str] = MappingProxyType({}),
 ) -> ServerCommand:
-    """``python -m module`` on a free port of loopback, with the environment of its role."""
+    """``python -m module`` on a free port of loopback, with the environment of its role.
+
+    ``variables`` stand above all others.
+    """
     store = store_of(order.run)
     ready_file = Path(order.scratch) / f"{order.name}.{order.incarnation}.ready.json"
     logs = store.local_path(LOGS) if store.is_local else Path(order.scratch)
@@ -75,7 +85,7 @@ def module_command(
     return ServerCommand(
         name=order.name,
         argv=argv,
-        env=inherited(environment(order, spec, threads)),
+        env=inherited({**environment(order, spec, threads), **variables}),
         log_path=logs / f"{order.name}.log",
         ready_file=ready_file,
     )

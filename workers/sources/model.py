@@ -20,6 +20,7 @@ from activities.storage.store import Store
 from configs.run import RunSpec
 from models.errors import ConfigurationError
 from workers.engines.native.model_shape import read_model_shape
+from workers.engines.sglang.own_head import require_own_head
 from workers.sources.folders import MARKER, inventory, is_as_made, staged
 from workers.sources.origins import FolderOrigin, Origin, origin_of
 
@@ -79,7 +80,7 @@ def require_usable(spec: RunSpec, folder: Path) -> None:
     """
     if spec.inference.engine == "native":
         read_model_shape(folder)
-    _require_own_head(folder)
+    require_own_head(folder, _read_object(folder / "config.json"))
     _require_positions(spec.core.max_context_length, describe_model(folder))
 
 
@@ -101,17 +102,6 @@ def describe_model(path: Path) -> PreparedModel:
         max_positions=int(text.get("max_position_embeddings") or 0),
         num_bytes=sum(file.stat().st_size for file in files),
     )
-
-
-def _require_own_head(folder: Path) -> None:
-    """SGLang serves uniform logits from a tied Qwen3-MoE, and says nothing."""
-    config = _read_object(folder / "config.json")
-    if config.get("model_type") == "qwen3_moe" and config.get("tie_word_embeddings"):
-        raise ConfigurationError(
-            f"{folder}/config.json: tie_word_embeddings = true: SGLang serves uniform logits from "
-            "a qwen3_moe with a tied head; write the embedding a second time as "
-            "lm_head.weight and set tie_word_embeddings to false"
-        )
 
 
 def _read_object(path: Path) -> dict[str, Any]:

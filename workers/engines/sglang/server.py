@@ -1,0 +1,45 @@
+"""SGLang's server as ``sglang.launch_server`` starts it, with refusals told from failures.
+
+Runs in the interpreter that has SGLang, so it imports nothing else of Perdure. Exit status 2: the
+model or an argument is refused, and another start would be refused as well.
+"""
+
+import os
+import sys
+
+REFUSED_STATUS = 2
+
+
+def main(arguments: list[str], model: str) -> None:
+    """Serve until a signal or a failure; ``arguments`` are those of SGLang's command line."""
+    from sglang.launch_server import run_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    load_plugins()
+    try:
+        load_model_files(model)
+        server_args = prepare_server_args(arguments)
+    except (ValueError, AssertionError, NotImplementedError, OSError) as error:
+        sys.stderr.write(f"error: SGLang refuses: {type(error).__name__}: {error}\n")
+        sys.exit(REFUSED_STATUS)
+    try:
+        run_server(server_args)
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+def load_model_files(folder: str) -> None:
+    """Read configuration and tokenizer once, before there are children.
+
+    Generated model code then lies in the cache of this server; children that made it at the same
+    time would race each other.
+
+    Raises:
+        OSError, ValueError: as transformers says what is wrong with the folder.
+    """
+    from transformers import AutoConfig, AutoTokenizer
+
+    AutoConfig.from_pretrained(folder)
+    AutoTokenizer.from_pretrained(folder)
