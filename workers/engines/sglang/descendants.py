@@ -7,6 +7,7 @@ detokenizer that is killed leaves a server that takes requests and answers none.
 import asyncio
 import ctypes
 import os
+import signal
 import sys
 import time
 
@@ -15,7 +16,7 @@ import psutil
 KILL_TIMEOUT_S = 5.0
 PART_PREFIX = "sglang::"
 """SGLang titles its working processes so."""
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_PDEATHSIG, _PR_GET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 2, 36
 _POLL_S = 0.02
 
 
@@ -23,6 +24,19 @@ def adopt_orphans() -> None:
     """Become the parent of descendants whose parent ends (Linux), so that they can be found."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def outlive_parent_to_clean_up() -> None:
+    """Where the parent's end would kill this process (Linux), have it told to stop instead.
+
+    Killed at once it could end nobody else; the caller handles SIGTERM.
+    """
+    if sys.platform != "linux":
+        return
+    asked, kernel = ctypes.c_int(), ctypes.CDLL(None)
+    kernel.prctl(_PR_GET_PDEATHSIG, ctypes.byref(asked), 0, 0, 0)
+    if asked.value == signal.SIGKILL:
+        kernel.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 def descendants() -> list[psutil.Process]:

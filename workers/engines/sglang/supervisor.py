@@ -9,9 +9,11 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from activities.wire.client import EngineClient
 from models.errors import ConfigurationError
@@ -22,6 +24,7 @@ from workers.engines.sglang.descendants import (
     adopt_orphans,
     first_end,
     kill_descendants,
+    outlive_parent_to_clean_up,
     parts,
 )
 from workers.engines.sglang.installed import require_arguments, sglang_python
@@ -59,6 +62,7 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stopped.set)
+        outlive_parent_to_clean_up()
         with reserved_port(self._options.host, self._options.port) as port:
             child = await asyncio.create_subprocess_exec(
                 *leashed(self._command(port)), stdin=asyncio.subprocess.DEVNULL
@@ -85,10 +89,11 @@ class Supervisor:
             return FAILED_STATUS
         if ended is not None:
             return ended if ended in (0, CONFIGURATION_STATUS) else FAILED_STATUS
+        titles = dict(parts())  # before anybody knows that there is something to end
         if self._options.ready_file is not None:
             write_ready_file(self._options.ready_file, self._options.host, port)
         logger.info("serving on %s port %d", self._options.host, port)
-        ended = await self._unless_over(child, self._until_a_part_ends())
+        ended = await self._unless_over(child, until_one_ends(titles))
         return 0 if ended == 0 else FAILED_STATUS
 
     async def _unless_over(
@@ -121,16 +126,17 @@ class Supervisor:
                     return
                 await asyncio.sleep(PROBE_INTERVAL_S)
 
-    async def _until_a_part_ends(self) -> None:
-        titles = dict(parts())
-        ended = await first_end(list(titles))
-        logger.error("%s (process %d) ended", titles[ended], ended.pid)
-
     async def _end(self, child: asyncio.subprocess.Process) -> None:
         left = await kill_descendants()
         if left:
             logger.error("processes outlived SIGKILL: %s", left)
         await child.wait()
+
+
+async def until_one_ends(titles: Mapping[psutil.Process, str]) -> None:
+    """Return when one of these processes has ended, and log which."""
+    ended = await first_end(list(titles))
+    logger.error("%s (process %d) ended", titles[ended], ended.pid)
 
 
 @contextlib.contextmanager
