@@ -118,6 +118,8 @@ class SegmentedResponse:
             self._require_publication(generation, meta.id, told)
             if meta.finish_reason.get("status_code") is not None:
                 raise self._violation(meta.id, told)
+        if self._lacks_routes(answer, reason):
+            return None
         if answer.output_ids:  # a call that was aborted in the queue has none
             self._spans += self._answer_spans(meta, len(answer.output_ids))
             self._token_ids += answer.output_ids
@@ -131,6 +133,18 @@ class SegmentedResponse:
         if len(self._token_ids) == self._task.sampling.max_new_tokens:
             return FinishReason.LENGTH
         return None
+
+    def _lacks_routes(self, answer: GenerateResponse, reason: FinishReason) -> bool:
+        """Whether an aborted answer would be the last one and has no routes: it is sampled again.
+
+        Only the last answer's routes are used, and what an engine aborts need not have any.
+        """
+        ids, task = answer.output_ids, self._task
+        aborted = reason is FinishReason.ABORT and answer.meta_info.routed_experts is None
+        if not ids or not task.routed_experts or not aborted:
+            return False
+        is_full = len(self._token_ids) + len(ids) == task.sampling.max_new_tokens
+        return is_full or ids[-1] in task.end_token_ids
 
     def _answer_spans(self, meta: MetaInfo, length: int) -> list[TokenSpan]:
         """Spans of one answer of ``length`` tokens, relative to the whole response."""

@@ -4,7 +4,8 @@ Both sides use this file: the client that asks and the native engine that answer
 status codes and messages are those of SGLang 0.5.17.
 """
 
-from typing import Any, Literal
+import re
+from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -14,6 +15,13 @@ PAUSE_GENERATION = "/pause_generation"
 CONTINUE_GENERATION = "/continue_generation"
 FLUSH_CACHE = "/flush_cache"
 UPDATE_WEIGHTS_FROM_DISK = "/update_weights_from_disk"
+UPDATE_WEIGHTS_FROM_TENSOR = "/update_weights_from_tensor"
+UPDATE_WEIGHTS_FROM_DISTRIBUTED = "/update_weights_from_distributed"
+INIT_WEIGHTS_UPDATE_GROUP = "/init_weights_update_group"
+DESTROY_WEIGHTS_UPDATE_GROUP = "/destroy_weights_update_group"
+UPDATE_WEIGHT_VERSION = "/update_weight_version"
+RELEASE_MEMORY_OCCUPATION = "/release_memory_occupation"
+RESUME_MEMORY_OCCUPATION = "/resume_memory_occupation"
 WEIGHTS_CHECKER = "/weights_checker"
 MODEL_INFO = "/model_info"
 SERVER_INFO = "/server_info"
@@ -25,12 +33,17 @@ QUEUE_FULL = "The request queue is full."
 WAITING_TIMEOUT = "Request waiting timeout reached."
 RUNNING_TIMEOUT = "Request running timeout reached."
 PRIORITY_EVICTED = "The request is aborted by a higher priority request."
-REQUEST_GATED = "Request gated was aborted"
+REQUEST_GATED = "Request {rid} was aborted"
 """Status 499: the request waited at the gate of a paused engine when everything was aborted."""
 WORKER_UNAVAILABLE = "Rollout worker unavailable"
 NO_HEALTHY_WORKERS = "No healthy rollout workers available"
 
 PauseMode = Literal["abort", "retract", "in_place"]
+MemoryTag = Literal["weights", "kv_cache", "cuda_graph"]
+"""A part of an engine's GPU memory that it can give back while it is paused."""
+
+RID_PATTERN = re.compile("[0-9a-f]{32}")
+"""Request ids have one length: aborting an id aborts every id that begins with it."""
 
 
 class WireModel(BaseModel):
@@ -96,11 +109,56 @@ class GenerateResponse(WireModel):
     meta_info: MetaInfo
 
 
-class UpdateWeightsFromDisk(WireModel):
+class WeightUpdate(WireModel):
+    """What every weight update may say. ``flush_cache`` ends an engine that holds paused requests.
+
+    Without ``weight_version`` the engine's version stays as it is: more of the update follows.
+    """
+
+    weight_version: str | None = None
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+
+
+class UpdateWeightsFromDisk(WeightUpdate):
     """``POST /update_weights_from_disk``: an HF folder, on disk or in shared memory."""
 
     model_path: str
-    weight_version: str | None = None
+
+
+class UpdateWeightsFromTensor(WeightUpdate):
+    """``POST /update_weights_from_tensor``: handles of tensors on a GPU that the engine sees."""
+
+    serialized_named_tensors: list[str]
+    """base64, one a tensor-parallel rank."""
     load_format: str | None = None
-    flush_cache: bool = True
-    abort_all_requests: bool = False
+
+
+class UpdateWeightsFromDistributed(WeightUpdate):
+    """``POST /update_weights_from_distributed``: what rank 0 of the group broadcasts, in order."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    group_name: str
+    load_format: str | None = None
+
+
+class InitWeightsUpdateGroup(WireModel):
+    """``POST /init_weights_update_group``: rank 0 is the sender, it waits at master_address."""
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    """Rank of the engine's first process in the group."""
+    world_size: int
+    group_name: str
+    backend: str = "nccl"
+
+
+class TensorMeta(NamedTuple):
+    """A tensor of a broadcast: its Hugging Face name, dtype as torch names it, and shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]

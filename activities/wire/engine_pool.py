@@ -131,14 +131,15 @@ class Route:
 
 
 class EnginePool:
-    """The current engines of a run. ``connect`` makes a client for an address.
+    """The current engines of a run. ``connect`` makes a client for an address, told the
+    limits of the model that is served there.
 
     ``routed``: the members are routers, which are told the prompt group of every call.
     """
 
     def __init__(
         self,
-        connect: Callable[[str], EngineClient] = EngineClient,
+        connect: Callable[[str], EngineClient],
         clock: Callable[[], float] = time.monotonic,
         *,
         routed: bool = False,

@@ -76,8 +76,8 @@ def classify_error(error: Exception) -> str | None:
     return None
 
 
-def was_gated(error: Exception) -> bool:
-    """Whether a paused engine aborted the request at its gate.
+def was_gated(error: Exception, rid: str) -> bool:
+    """Whether a paused engine aborted the request ``rid`` at its gate.
 
     No token of it was made, and during a publication it may be sent again.
     """
@@ -85,7 +85,7 @@ def was_gated(error: Exception) -> bool:
         return False
     answer = _json_object(error.response.content)
     detail = answer.get("error")
-    return isinstance(detail, dict) and detail.get("message") == REQUEST_GATED
+    return isinstance(detail, dict) and detail.get("message") == REQUEST_GATED.format(rid=rid)
 
 
 def _json_object(body: bytes) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
 
 import pytest
-from router_rig import DEADLINE_S, RouterProcess, router_process, token
+from router_rig import DEADLINE_S, RouterProcess, pool_of_engines, router_process, token
 
 from activities.wire.contract import GenerateRequest, SamplingParams
 from activities.wire.engine_pool import EnginePool, Route
@@ -91,7 +91,7 @@ async def test_groups_survive_one_dead_engine_and_two(
         router: RouterProcess = await stack.enter_async_context(
             router_process(tmp_path, "--health-interval-s", "0.2")
         )
-        pool = await stack.enter_async_context(aclosing(EnginePool(routed=True)))
+        pool = await stack.enter_async_context(aclosing(pool_of_engines(routed=True)))
         await router.control.set_table(token(), table_of(servers))
         await pool.set_engines((router.url,))
 

@@ -9,9 +9,8 @@ import contextlib
 from pathlib import Path
 
 from fault_proxy import LatentLink
-from router_rig import StubEngine, router_process, table, token
+from router_rig import StubEngine, engine_client, router_process, table, token
 
-from activities.wire.client import EngineClient
 from activities.wire.contract import GenerateRequest
 from activities.wire.faults import TRANSPORT
 from activities.wire.lanes import KEEPALIVE_EXPIRY_S, LaneTransport
@@ -31,7 +30,7 @@ async def lost_calls(folder: Path, server_window_s: float) -> tuple[int, int]:
         router_process(folder, "--keep-alive-s", str(server_window_s)) as router,
         LatentLink(router.url, LATENCY_S) as link,
         contextlib.aclosing(
-            EngineClient(link.url, transport=LaneTransport(CLIENT_WINDOW_S))
+            engine_client(link.url, transport=LaneTransport(CLIENT_WINDOW_S))
         ) as client,
     ):
         await router.control.set_table(token(), table(engine))

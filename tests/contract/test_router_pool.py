@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 from fault_proxy import Close, FaultProxy
-from router_rig import RouterProcess, StubEngine, router_process, table, token
+from router_rig import RouterProcess, StubEngine, pool_of_engines, router_process, table, token
 
 from activities.wire.contract import GenerateRequest, GenerateResponse
 from activities.wire.engine_pool import EnginePool, Route
@@ -29,7 +29,7 @@ async def engine() -> AsyncIterator[StubEngine]:
 @pytest.fixture
 async def pool(router: RouterProcess, engine: StubEngine) -> AsyncIterator[EnginePool]:
     await router.control.set_table(token(), table(engine))
-    made = EnginePool(routed=True)
+    made = pool_of_engines(routed=True)
     await made.set_engines((router.url,))
     yield made
     await made.aclose()
@@ -113,7 +113,7 @@ async def test_every_request_can_be_aborted_and_a_dead_engine_is_no_error(router
     assert len(engine.aborts) == 1
     await engine.die()
     await pool.abort_all()
-    alone = EnginePool()
+    alone = pool_of_engines()
     await alone.set_engines((engine.url,))
     await alone.abort_all()
     await alone.aclose()

@@ -8,14 +8,21 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+from activities.wire.client import EngineClient
+from activities.wire.engine_pool import EnginePool
 from activities.wire.router_client import RouterClient
 from models.ids import FenceToken
 from models.routing import EngineState, RoutedEngine, RouterState, RoutingTable
 
 DEADLINE_S = 30.0
+
+engine_client = partial(EngineClient, vocab_size=512, context_length=4096)
+"""A client that may generate on the small models of tests."""
+pool_of_engines = partial(EnginePool, engine_client)
 
 
 class StubEngine:

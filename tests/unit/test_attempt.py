@@ -81,7 +81,9 @@ class Rig:
         self.policy = WatchedPolicy(4)
         self.engine = Engine(self.policy)
         transport = httpx.MockTransport(self.engine.handle)
-        self.pool = EnginePool(lambda url: EngineClient(url, vocab_size=256, transport=transport))
+        self.pool = EnginePool(
+            lambda url: EngineClient(url, vocab_size=256, context_length=4096, transport=transport)
+        )
         self.gate = AdmissionGate(8)
         self.prompt = prompt
         self.samples = 0

@@ -22,7 +22,6 @@ BUDGET = 6
 DEADLINE_S = 10.0
 ABORTED = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
 QUEUE_ABORT = {"type": "abort", "message": "Abort in waiting queue"}
-GATED = (499, {"error": {"message": "Request gated was aborted"}})
 
 
 class WatchedPolicy(ServedPolicy):
@@ -77,6 +76,16 @@ def replies(answer, *, first=lambda: None):
     async def script(request):
         first()
         return answer
+
+    return script
+
+
+def gated(*, first=lambda: None):
+    """As a paused engine answers what it never let in: it names the request."""
+
+    async def script(request):
+        first()
+        return 499, {"error": {"message": f"Request {request['rid']} was aborted"}}
 
     return script
 
@@ -209,7 +218,7 @@ async def test_a_publication_that_was_abandoned_leaves_one_span(server, policy):
     assert (await running).spans == [TokenSpan(4, 0, 4)]
 
 
-@pytest.mark.parametrize("untouched", [aborted_in_queue, partial(replies, GATED)])
+@pytest.mark.parametrize("untouched", [aborted_in_queue, gated])
 async def test_what_no_token_was_made_of_is_sent_as_it_was(server, policy, untouched):
     server.then(untouched(first=begins(policy)), says([10, EOS], version="5"))
     response = await goes_on(server, policy, calls=1)
@@ -224,7 +233,7 @@ async def test_what_no_token_was_made_of_is_sent_as_it_was(server, policy, untou
 async def test_a_second_segment_that_was_gated_keeps_the_first(server, policy):
     server.then(
         says([10, 11], ABORTED, "4", first=begins(policy)),
-        replies(GATED, first=begins(policy, 6)),
+        gated(first=begins(policy, 6)),
         says([12, EOS], version="6"),
     )
     running = asyncio.create_task(generate(server, policy))
@@ -336,10 +345,38 @@ async def test_routes_are_those_of_the_last_answer(server, policy):
     assert all(sent["return_routed_experts"] for sent in server.bodies)
 
 
+async def test_an_aborted_segment_needs_no_routes(server, policy):
+    server.then(
+        says([10, 11], ABORTED, "4", first=begins(policy)),
+        says([12, EOS], version="5", routed_experts=encoded(6)),
+    )
+    response = await goes_on(server, policy, calls=1, routed_experts=True)
+    assert response.token_ids == [10, 11, 12, EOS]
+    assert response.routed_experts == table(6)
+
+
+@pytest.mark.parametrize("made", [[10, EOS], [10, 11, 12, 13, 14, 15]])
+async def test_an_aborted_whole_answer_without_routes_is_sampled_again(server, policy, made):
+    server.then(
+        says(made, ABORTED, "4", first=begins(policy)),
+        says([20, EOS], version="5", routed_experts=encoded(4)),
+    )
+    response = await goes_on(server, policy, calls=1, routed_experts=True)
+    assert response.token_ids == [20, EOS]
+    assert response.spans == [TokenSpan(5, 0, 2)]
+    assert server.bodies[1]["input_ids"] == list(PROMPT)
+    assert server.bodies[1]["sampling_params"]["max_new_tokens"] == BUDGET
+
+
 FATAL = [
     ({}, says([10, 11], ABORTED), "finish_reason is abort: .*'Aborted'.*no publication began"),
     ({}, says([], ABORTED), "finish_reason is abort"),
-    ({}, replies(GATED), "Request gated was aborted.*no publication began"),
+    ({}, gated(), "Request [0-9a-f]{32} was aborted.*no publication began"),
+    (
+        {},
+        replies((499, {"error": {"message": f"Request {'0' * 32} was aborted"}})),
+        "status 499",
+    ),
     ({}, replies((499, {"error": "gone"})), "status 499"),
     ({}, replies((500, b"Internal Server Error")), "status 500: Internal Server Error"),
     ({}, replies((200, b'{"text": "cut')), "body: "),

@@ -16,8 +16,11 @@ URL = "http://engine:30000"
 RID = "0123456789abcdef0123456789abcdef"
 
 
-def client(handler, **limits):
-    return EngineClient(URL, transport=httpx.MockTransport(handler), **limits)
+LIMITS = {"vocab_size": 100, "context_length": 200}
+
+
+def client(handler):
+    return EngineClient(URL, transport=httpx.MockTransport(handler), **LIMITS)
 
 
 def request(**changes):
@@ -57,7 +60,7 @@ async def test_a_good_answer():
         asked.append(http_request)
         return httpx.Response(200, json=answer())
 
-    engine = client(handle, vocab_size=100, context_length=200)
+    engine = client(handle)
     got = await engine.generate(request(), timeout_s=5)
     await engine.aclose()
     assert got.output_ids == [10, 11]
@@ -86,7 +89,7 @@ async def test_a_bad_request_is_never_sent(changes, message):
     def handle(_request):
         raise AssertionError("sent")
 
-    engine = client(handle, vocab_size=100, context_length=200)
+    engine = client(handle)
     with pytest.raises(ContractViolation, match=message) as caught:
         await engine.generate(request(**changes), timeout_s=5)
     assert RID in str(caught.value)
@@ -192,7 +195,7 @@ async def closing_server():
 
 
 async def test_a_connection_closed_in_the_middle_is_a_transport_fault(closing_server):
-    engine = EngineClient(closing_server)
+    engine = EngineClient(closing_server, **LIMITS)
     with pytest.raises(GenerationFault) as caught:
         await engine.generate(request(), timeout_s=5)
     assert caught.value.category == "transport"
@@ -203,7 +206,7 @@ async def test_a_connection_closed_in_the_middle_is_a_transport_fault(closing_se
 
 
 async def test_nobody_listens(unused_tcp_port):
-    engine = EngineClient(f"http://127.0.0.1:{unused_tcp_port}")
+    engine = EngineClient(f"http://127.0.0.1:{unused_tcp_port}", **LIMITS)
     with pytest.raises(GenerationFault) as caught:
         await engine.generate(request(), timeout_s=5)
     assert caught.value.category == "transport"
@@ -240,7 +243,7 @@ async def test_control_calls():
     await engine.update_weights_from_disk("/dev/shm/w", 4, timeout_s=5)
     await engine.resume()
     await engine.flush_cache(timeout_s=3)
-    await engine.abort("ab")
+    await engine.abort(RID)
     await engine.abort_all()
     assert await engine.checksums() == {"a": "1" * 16, "b": "2" * 16}
     bodies = {path: body for _, path, body in asked}
@@ -253,7 +256,7 @@ async def test_control_calls():
     }
     assert bodies["/weights_checker"] == {"action": "checksum"}
     aborts = [body for _, path, body in asked if path == "/abort_request"]
-    assert aborts == [{"rid": "ab"}, {"abort_all": True}]
+    assert aborts == [{"rid": RID}, {"abort_all": True}]
 
 
 @pytest.mark.parametrize(
@@ -266,7 +269,13 @@ async def test_control_calls():
     ],
 )
 async def test_a_refused_update_is_a_violation(status, body, message):
-    engine = client(fixed(status, body))
+    def handle(http_request):
+        if http_request.url.path == "/update_weights_from_disk":
+            return fixed(status, body)(http_request)
+        return fixed(200, {"weight_version": "1"})(http_request)
+
+    engine = client(handle)
+    await engine.pause("abort")
     with pytest.raises(ContractViolation, match=message):
         await engine.update_weights_from_disk("/nowhere", 2, timeout_s=5)
 
@@ -291,7 +300,8 @@ async def test_a_control_call_has_a_deadline():
 def pool_of(handlers, clock=None):
     options = {} if clock is None else {"clock": clock}
     return EnginePool(
-        lambda url: EngineClient(url, transport=httpx.MockTransport(handlers[url])), **options
+        lambda url: EngineClient(url, transport=httpx.MockTransport(handlers[url]), **LIMITS),
+        **options,
     )
 
 
@@ -397,7 +407,7 @@ async def test_groups_that_a_router_refuses_to_release_harm_nobody():
         return httpx.Response(503, json={"detail": "No healthy rollout workers available"})
 
     pool = EnginePool(
-        lambda url: EngineClient(url, transport=httpx.MockTransport(handler)), routed=True
+        lambda url: EngineClient(url, transport=httpx.MockTransport(handler), **LIMITS), routed=True
     )
     await pool.set_engines((URL,))
     for count in (1, 2):

@@ -45,7 +45,7 @@ class Gate:
                 was_aborted = rid in self._aborted
                 self._aborted.discard(rid)
             if was_aborted:
-                raise PayloadError(REQUEST_GATED, 499)
+                raise PayloadError(REQUEST_GATED.format(rid=rid), 499)
         self.num_inside += 1
 
     def leave(self) -> None:

@@ -1,0 +1,79 @@
+"""One engine's HTTP connection: a control call has a deadline, and fails in two ways only."""
+
+import asyncio
+from typing import Any
+
+import httpx
+
+from activities.wire.faults import LOGGED_BODY_CHARS
+from activities.wire.lanes import LaneTransport
+from models.errors import ContractViolation, ServiceUnreachable
+
+
+class EngineConnection:
+    """The pooled connections to one server. Nothing is sent twice."""
+
+    def __init__(self, url: str, transport: httpx.AsyncBaseTransport | None = None) -> None:
+        self.url = url.rstrip("/")
+        self._http = httpx.AsyncClient(
+            base_url=self.url,
+            transport=transport or LaneTransport(),
+            timeout=None,  # every call brings its own deadline
+            trust_env=False,  # a proxy from the environment must not see engine traffic
+        )
+
+    async def aclose(self) -> None:
+        """Close the pooled connections."""
+        await self._http.aclose()
+
+    async def _control(
+        self, method: str, path: str, timeout_s: float, body: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """``_call`` whose answer must be a JSON object."""
+        response = await self._call(method, path, timeout_s, body)
+        try:
+            answer = response.json()
+        except ValueError:
+            answer = None
+        if not isinstance(answer, dict):
+            raise ContractViolation(
+                f"{self.url}: {method} {path} answered {excerpt(response)!r}, not a JSON object"
+            )
+        return answer
+
+    async def _call(
+        self, method: str, path: str, timeout_s: float, body: dict[str, Any] | None = None
+    ) -> httpx.Response:
+        """One control call.
+
+        Raises:
+            ServiceUnreachable: no answer within ``timeout_s`` seconds.
+            ContractViolation: the engine refused.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                response = await self._http.request(method, path, json=body)
+        except (TimeoutError, httpx.TransportError) as error:
+            reason = str(error) or type(error).__name__
+            raise ServiceUnreachable(
+                f"{self.url}: {method} {path} had no answer within {timeout_s:g} s: {reason}"
+            ) from error
+        if response.status_code != 200:
+            raise ContractViolation(
+                f"{self.url}: {method} {path} answered {response.status_code}: {excerpt(response)}"
+            )
+        return response
+
+    async def _answers(self, path: str, timeout_s: float) -> bool:
+        """Whether ``GET path`` is answered 200 in time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer = await self._http.get(path)
+        except (TimeoutError, httpx.TransportError):
+            return False
+        return answer.status_code == 200
+
+
+def excerpt(response: httpx.Response) -> str:
+    """The start of an answer's body, for messages."""
+    return response.text[:LOGGED_BODY_CHARS]
