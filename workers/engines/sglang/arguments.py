@@ -49,6 +49,8 @@ def server_arguments(
         "stream_interval": 1,
         # Else a model's generation_config.json sets what a request leaves out.
         "sampling_defaults": "openai",
+        # Not a line for every request.
+        "log_level_http": "warning",
     }
     arguments |= _of_placement(spec, config)
     if inference.deterministic:

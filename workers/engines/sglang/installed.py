@@ -98,13 +98,20 @@ def argument_flags(package: Path) -> dict[str, str]:
 def _flags(server_args: ast.ClassDef) -> Iterator[str]:
     for node in server_args.body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            # A plain annotation has no option on the command line.
-            if isinstance(node.annotation, ast.Subscript):
+            if _has_option(node.annotation):
                 yield from _flags_of_field(node.target.id, node.annotation)
         elif isinstance(node, ast.FunctionDef) and node.name == "add_cli_args":
             for call in ast.walk(node):
                 if isinstance(call, ast.Call) and getattr(call.func, "attr", "") == "add_argument":
                     yield from _texts(call.args)
+
+
+def _has_option(annotation: ast.expr) -> bool:
+    """Whether it is ``Annotated``, which SGLang calls A; plain fields are Python's only."""
+    if not isinstance(annotation, ast.Subscript):
+        return False
+    kind = annotation.value
+    return isinstance(kind, ast.Name) and kind.id in ("A", "Annotated")
 
 
 def _flags_of_field(name: str, annotation: ast.expr) -> Iterator[str]:
