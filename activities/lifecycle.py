@@ -19,7 +19,7 @@ from activities.storage.lease import Owner, claim_epoch, current_epoch, read_own
 from activities.storage.settled import is_settled
 from activities.storage.store import Store, free_bytes
 from configs.compare import differences, recorded_identity
-from configs.load import Loaded, resolve_document
+from configs.load import Loaded, document_sha256, resolve_document
 from configs.plan import build_plan, loop_plan
 from models.errors import ConfigurationError, StaleFence, StorageFull
 from models.ids import RunRef
@@ -71,7 +71,9 @@ def _validated(request: RunRequest) -> Loaded:
             "the workflow input has no 'config'; make one with: perdure config render RUN.toml"
         )
     loaded = resolve_document(request.config, origin=origin)
-    if request.config_sha256 and request.config_sha256 != loaded.sha256:
+    # An older version rendered fewer keys; its document is intact and means their defaults.
+    intact = (loaded.sha256, document_sha256(request.config))
+    if request.config_sha256 and request.config_sha256 not in intact:
         raise ConfigurationError(
             f"{origin}: config_sha256 is {request.config_sha256}, but config resolves to "
             f"{loaded.sha256}; render the run file again"
@@ -91,6 +93,8 @@ def _claim(request: RunRequest, loaded: Loaded, owner: Owner, attributes: bool) 
     attempt = request.progress.attempt if again and request.progress else 0
     plan = loop_plan(loaded.spec, infra_timeout_multiplier())
     run = RunRef(run_id=owner.run_id, root=store.root, spec_sha256=loaded.sha256)
+    if again and request.progress and request.progress.run:
+        run = request.progress.run  # what was recorded stays, whatever version goes on with it
     started_unix = time.time()
     if not again:
         attempt = _register_attempt(store, loaded, owner.workflow_run_id, started_unix)

@@ -11,10 +11,13 @@ from temporalio.testing import ActivityEnvironment
 from activities import lifecycle
 from activities.multiplier import infra_timeout_multiplier
 from activities.server import ServerFacts
+from activities.site import spec_of
+from activities.storage import layout
 from activities.storage.lease import current_epoch, is_revoked
 from activities.storage.store import Store
-from configs.load import resolve_document
+from configs.load import document_sha256, resolve_document
 from models.errors import ConfigurationError, OwnershipError, StaleFence, StorageFull
+from models.ids import RunRef
 from models.run import (
     ClaimResult,
     RecordRequest,
@@ -216,6 +219,21 @@ async def test_a_digest_that_does_not_fit_its_config_is_refused(desk: Desk) -> N
     with pytest.raises(ConfigurationError, match="render the run file again"):
         await desk.claim(request)
     assert not desk.root.exists()
+
+
+async def test_a_run_that_an_older_version_started_goes_on(desk: Desk) -> None:
+    """That version knew fewer keys, so its digest is of a document without them."""
+    older = json.loads(json.dumps(resolve_document(desk.document, origin="t").document))
+    del older["inference"]["drain_timeout_s"]
+    digest = document_sha256(older)
+    run = RunRef(run_id="train/x", root=str(desk.root), spec_sha256=digest)
+    first = await desk.claim(RunRequest(config=older, config_sha256=digest))
+    desk.store.write_json(layout.RESOLVED_CONFIG, older)
+    progress = RunProgress(run=run, epoch=first.epoch)
+    later = RunRequest(config=older, config_sha256=digest, progress=progress)
+    result = await desk.claim(later)
+    assert result.run == run
+    assert spec_of(result.run).inference.drain_timeout_s == 180.0
 
 
 async def test_a_full_device_refuses_the_start(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
