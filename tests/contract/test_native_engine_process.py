@@ -179,7 +179,7 @@ def test_a_pause_does_not_wait_for_the_step_delay(folder: Path, tmp_path: Path) 
             assert time.monotonic() < deadline
             time.sleep(0.01)
         client.post("/update_weight_version", json={"new_version": "5"})
-        client.post("/continue_generation")
+        client.post("/continue_generation", json={})
         while not client.get("/v1/loads").json()["loads"][0]["num_running_reqs"]:
             assert time.monotonic() < deadline
             time.sleep(0.01)

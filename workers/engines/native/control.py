@@ -133,12 +133,12 @@ class Control:
         return Response(text, media_type=CONTENT_TYPE)
 
     async def abort_request(self, http: HttpRequest) -> Response:
-        """End requests by id prefix, or all. 200 whether or not one matched."""
+        """End all requests, or one that is here with those that its id prefixes. Always 200."""
         body = parse_body(await http.body())
         rid = body.get("rid") or None
         if rid is not None and not isinstance(rid, str):
             raise ServerError("1 validation error: rid: Input should be a valid string")
-        if body.get("abort_all") or rid is not None:
+        if body.get("abort_all") or (rid is not None and self._generation.knows(rid)):
             target = None if body.get("abort_all") else rid
             self._gate.abort(target)
             await self._model.call(lambda core: core.abort(target))
@@ -155,8 +155,9 @@ class Control:
         await self._model.call(lambda core: core.pause(mode))
         return json_response({"message": "Generation paused successfully.", "status": "ok"})
 
-    async def resume(self, _: HttpRequest) -> Response:
+    async def resume(self, http: HttpRequest) -> Response:
         """Decode again, then open the gate."""
+        parse_body(await http.body())
         await self._model.call(lambda core: core.resume())
         self._gate.resume()
         return json_response({"message": "Generation continued successfully.", "status": "ok"})

@@ -39,6 +39,10 @@ class Generation:
         """Requests that have not been answered yet, held ones included."""
         return len(self._flights)
 
+    def knows(self, rid: str) -> bool:
+        """Whether a request of exactly this id has not been answered yet."""
+        return rid in self._flights
+
     def deliver(self, batch: list[tuple[Request, Event]]) -> None:
         """Events from the model thread; those of forgotten requests are dropped."""
         for request, event in batch:

@@ -79,9 +79,11 @@ class Job:
 
 
 def parse_body(raw: bytes) -> dict[str, Any]:
-    """A JSON object. Raises ServerError (shape B) for anything else."""
+    """A JSON object. Raises ServerError (shape B) for anything else, an absent body included."""
+    if not raw:
+        raise ServerError("1 validation error: body: Field required")
     try:
-        body = orjson.loads(raw or b"{}")
+        body = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
         raise ServerError(f"1 validation error: body: JSON decode error: {error}") from error
     if not isinstance(body, dict):

@@ -100,6 +100,11 @@ Event = Finished | Tokens | Refused
 Emit = Callable[[Request, Event], None]
 
 
-def aborted(message: str = "Aborted") -> dict[str, Any]:
-    """SGLang's finish reason of an aborted request."""
-    return {"type": "abort", "message": message, "status_code": None, "err_type": None}
+def aborted() -> dict[str, Any]:
+    """SGLang's finish reason of a request that was aborted while it ran."""
+    return {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
+
+
+def aborted_in_queue() -> dict[str, Any]:
+    """SGLang's finish reason of a request that was aborted before it ran."""
+    return {"type": "abort", "message": "Abort in waiting queue"}

@@ -20,7 +20,15 @@ from activities.wire.contract import QUEUE_FULL, RUNNING_TIMEOUT, WAITING_TIMEOU
 from workers.engines.native.decoder import Decoder
 from workers.engines.native.kv import KvCache, round_up
 from workers.engines.native.prefill import Prefill
-from workers.engines.native.request import Emit, Finished, Refused, Request, Tokens, aborted
+from workers.engines.native.request import (
+    Emit,
+    Finished,
+    Refused,
+    Request,
+    Tokens,
+    aborted,
+    aborted_in_queue,
+)
 from workers.engines.native.rows import Rows
 from workers.engines.native.sampler import sample
 
@@ -250,7 +258,7 @@ class Scheduler:
 
     def _finish_waiting(self, request: Request) -> None:
         admitted = request.num_retractions > 0
-        reason = aborted() if admitted else aborted("Abort in waiting queue")
+        reason = aborted() if admitted else aborted_in_queue()
         kept = (request.kept_ids, request.kept_logprobs)
         self._emit(request, Finished(reason, *kept, self.weight_version, admitted))
 

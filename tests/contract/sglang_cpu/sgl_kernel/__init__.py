@@ -1,9 +1,9 @@
 """Stands in for SGLang's compiled kernels where there is no GPU driver to load them.
 
 The published kernel wheels link the CUDA driver, so they cannot even be imported on a CPU machine.
-SGLang imports them by name, also for what a CPU server never calls. Here every name imports; what it
-names raises when it is called. No operator is registered with torch: SGLang then finds no special
-instructions of the CPU and computes with plain PyTorch.
+SGLang imports them by name, also for what a CPU server never calls. Here every name imports; what
+it names raises when it is called. No operator is registered with torch: SGLang then finds no
+special instructions of the CPU and computes with plain PyTorch.
 
 Buffers that are asked for in pinned memory are made of ordinary memory: pinning is the work of the
 driver, and SGLang asks for it without a look at the device.

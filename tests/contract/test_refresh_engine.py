@@ -1,4 +1,4 @@
-"""Responses that go on under new weights: a real engine process, checked by transformers."""
+"""Responses that go on under new weights: a real process, checked by transformers."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -20,20 +20,22 @@ from activities.wire.contract import SamplingParams
 from activities.wire.engine_pool import EnginePool, Route
 from models.errors import ContractViolation
 from models.sample import FinishReason, TokenSpan
+from tests.support.served_engine import ServedEngine
 
 DEADLINE_S = 50.0
 PROMPT = tuple(range(40, 52))
 BUDGET = 500
 TEMPERATURE = 0.8
-TOLERANCE = 1e-4
+ROUNDING = 1e-4
+"""Of float32. An engine in bfloat16 is held to its mean gap."""
 Array = np.ndarray[Any, Any]
 
 
 @asynccontextmanager
-async def one_engine(engine: Any) -> AsyncIterator[tuple[EngineClient, Route]]:
+async def one_engine(any_engine: ServedEngine) -> AsyncIterator[tuple[EngineClient, Route]]:
     """The engine on version 0, for control calls and as a group's route."""
-    control = EngineClient(str(engine.http.base_url))
-    await control.update_weights_from_disk(str(engine.folders[0]), 0, DEADLINE_S)
+    control = EngineClient(str(any_engine.http.base_url))
+    await control.update_weights_from_disk(str(any_engine.folders[0]), 0, DEADLINE_S)
     pool = EnginePool(partial(EngineClient, vocab_size=320, context_length=4096))
     await pool.set_engines((control.url,))
     try:
@@ -61,7 +63,8 @@ def response(policy: ServedPolicy, number: int, budget: int = BUDGET) -> Segment
 class Reference:
     """What transformers says of a model folder, in float32."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, tolerance: float) -> None:
+        self.tolerance = tolerance
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self.model = model.eval()
 
@@ -77,7 +80,7 @@ class Reference:
         chosen = torch.tensor(token_ids).unsqueeze(1)
         logprobs = scores[len(PROMPT) - 1 :].gather(1, chosen).squeeze(1)
         best = torch.stack(out.router_logits, 1).topk(3)
-        clear = best.values[..., 1] - best.values[..., 2] > TOLERANCE
+        clear = best.values[..., 1] - best.values[..., 2] > self.tolerance
         return logprobs.numpy(), best.indices[..., :2].numpy(), clear.numpy()
 
 
@@ -86,29 +89,33 @@ def check(made: Response, references: dict[int, Reference]) -> None:
     assert len(made.token_ids) == len(made.logprobs) == BUDGET
     assert made.finish_reason is FinishReason.LENGTH
     told = np.array(made.logprobs)
+    exact = references[0].tolerance <= ROUNDING
     for span in made.spans:
         expected, _, _ = references[span.version].score(made.token_ids)
         part = slice(span.start, span.end)
-        np.testing.assert_allclose(told[part], expected[part], atol=TOLERANCE, rtol=0)
+        gaps = abs(told[part] - expected[part])
+        assert (gaps.max() if exact else gaps.mean()) < references[span.version].tolerance
         other, _, _ = references[1 - span.version].score(made.token_ids)
-        assert abs(told[part] - other[part]).mean() > 100 * TOLERANCE, "the weights must differ"
+        assert abs(told[part] - other[part]).mean() > 100 * ROUNDING, "the weights must differ"
     assert made.routed_experts is not None
     shape = (len(PROMPT) + BUDGET - 1, 2, 2)
     routes = np.frombuffer(made.routed_experts, np.int32).reshape(shape)
     _, expected_routes, clear = references[made.spans[-1].version].score(made.token_ids)
-    assert clear.mean() > 0.99
+    assert not exact or clear.mean() > 0.99
     assert (np.sort(routes, -1) == np.sort(expected_routes, -1))[clear].all()
 
 
-async def test_running_and_queued_responses_go_on_under_new_weights(engine: Any) -> None:
+async def test_running_and_queued_responses_go_on_under_new_weights(
+    any_engine: ServedEngine,
+) -> None:
     policy = ServedPolicy(0)
-    async with one_engine(engine) as (control, route), asyncio.timeout(DEADLINE_S):
+    async with one_engine(any_engine) as (control, route), asyncio.timeout(DEADLINE_S):
         # Four run and two wait in the engine's queue.
         calls = [asyncio.create_task(response(policy, each).generate(route)) for each in range(6)]
-        await engine.until_load(running=4, waiting=2)
+        await any_engine.until_load(running=4, waiting=2)
         policy.begin(1, holds=True)
         await control.pause("abort")
-        await control.update_weights_from_disk(str(engine.folders[1]), 1, DEADLINE_S)
+        await control.update_weights_from_disk(str(any_engine.folders[1]), 1, DEADLINE_S)
         await control.resume()
         assert not any(call.done() for call in calls)
         policy.end(1)
@@ -121,32 +128,34 @@ async def test_running_and_queued_responses_go_on_under_new_weights(engine: Any)
         assert 0 < cut < BUDGET
         assert each.spans == [TokenSpan(0, 0, cut), TokenSpan(1, cut, BUDGET)]
     assert all(each.spans == [TokenSpan(1, 0, BUDGET)] for each in fresh)
-    references = {version: Reference(folder) for version, folder in enumerate(engine.folders)}
+    references = {
+        version: Reference(folder, any_engine.tolerance)
+        for version, folder in enumerate(any_engine.folders)
+    }
     for each in made:
         check(each, references)
 
 
-async def test_a_call_that_was_aborted_at_the_gate_is_sent_again(engine: Any) -> None:
+async def test_a_call_that_was_aborted_at_the_gate_is_sent_again(any_engine: ServedEngine) -> None:
     policy = ServedPolicy(0)
-    async with one_engine(engine) as (control, route), asyncio.timeout(DEADLINE_S):
+    async with one_engine(any_engine) as (control, route), asyncio.timeout(DEADLINE_S):
         policy.begin(1, holds=False)
         await control.pause("abort")
         call = asyncio.create_task(response(policy, 0, budget=8).generate(route))
-        while (await engine.http.get("/server_info")).json()["num_gated_requests"] != 1:
-            await asyncio.sleep(0.01)
+        await any_engine.until_gated(1)
         await control.abort_all()  # told when the gate opens
-        await control.update_weights_from_disk(str(engine.folders[1]), 1, DEADLINE_S)
+        await control.update_weights_from_disk(str(any_engine.folders[1]), 1, DEADLINE_S)
         await control.resume()
         made = await call
         policy.end(1)
     assert made.spans == [TokenSpan(1, 0, 8)]
 
 
-async def test_an_abort_without_a_publication_is_fatal(engine: Any) -> None:
+async def test_an_abort_without_a_publication_is_fatal(any_engine: ServedEngine) -> None:
     policy = ServedPolicy(0)
-    async with one_engine(engine) as (control, route), asyncio.timeout(DEADLINE_S):
+    async with one_engine(any_engine) as (control, route), asyncio.timeout(DEADLINE_S):
         call = asyncio.create_task(response(policy, 3, budget=3000).generate(route))
-        await engine.until_load(running=1)
+        await any_engine.until_load(running=1)
         await control.abort_all()
         with pytest.raises(ContractViolation, match=r"sample 3.*no publication began"):
             await call
