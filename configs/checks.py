@@ -16,9 +16,11 @@ from configs.hints import nearest
 from configs.loss_checks import loss_problems
 from configs.model_checks import model_problems
 from configs.optimizer_checks import decay_problems, rate_problems
+from configs.placement_checks import placement_problems
 from configs.problem import Problem
 from configs.routing_checks import routing_problems
 from configs.run import RunSpec
+from configs.sglang_arguments import sglang_problems
 from configs.trainer_checks import process_problems
 
 _OWN_TASKS = ("reverse_word",)
@@ -37,6 +39,7 @@ def find_problems(spec: RunSpec) -> list[Problem]:
         *_lengths(spec),
         *routing_problems(spec),
         *_engines(spec),
+        *sglang_problems(spec),
         *_evaluation(spec),
     ]
     if not spec.samples_per_collection % _batch(spec):
@@ -45,6 +48,7 @@ def find_problems(spec: RunSpec) -> list[Problem]:
             *decay_problems(spec),
             *_policy_gap(spec),
             *async_problems(spec),
+            *placement_problems(spec),
         ]
     return problems
 

@@ -27,11 +27,14 @@ _ELSEWHERE = {
     "lr_decay_style": "it is optimizer.lr_schedule",
     "moe": "a tiny mixture of experts is described in [model.tiny], any other by its own files",
     **dict.fromkeys(
+        ("num_gpus_per_node", "gpus_per_replica"), "it is placement.gpus_per_node"
+    ),
+    **dict.fromkeys(
         ("num_gpus", "num_ranks", "num_workers", "world_size"), "it is trainer.num_processes"
     ),
     **dict.fromkeys(
-        ("placement_mode", "colocate", "colocated"),
-        "engines and trainer are processes of their own always; remove the key",
+        ("placement_mode", "colocate", "colocated", "disaggregated"),
+        'it is placement.mode = "colocated" or "disaggregated"',
     ),
 }
 """What other trainers call a thing, and what to write here. Wins over names that look alike."""

@@ -7,10 +7,12 @@ from typing import Any
 from configs.capacity_report import capacity_report
 from configs.held_out import has_background_evaluation, has_held_out
 from configs.load import Loaded
-from configs.memory import estimate, model_shape
+from configs.memory import ModelShape, estimate, model_shape
+from configs.placement_memory import gpu_memory
 from configs.plan_warnings import plan_warnings
 from configs.run import RunSpec
 from configs.scoring import scoring_plan
+from configs.topology import topology
 from models.run import LoopPlan
 
 _EXPORT_MARGIN_S = 300.0
@@ -36,12 +38,12 @@ def build_plan(loaded: Loaded) -> dict[str, Any]:
         "tracking": document["tracking"],
         "runtime": {
             **{key: document[key] for key in ("training", "optimizer", "core", "async")},
-            **{key: document[key] for key in ("trainer", "inference")},
+            **{key: document[key] for key in ("trainer", "inference", "placement")},
             "shape": _shape(spec),
             "scoring_pass": _scoring_pass(spec),
             "async_capacity": capacity_report(spec),
         },
-        "allocation": _allocation(spec),
+        "allocation": _allocation(spec, shape),
         "memory": estimate(spec, shape) if shape else None,
         "loop": loop_plan(spec).model_dump(mode="json"),
         "stages": _stages(spec),
@@ -139,9 +141,14 @@ def _scoring_pass(spec: RunSpec) -> dict[str, Any]:
     }
 
 
-def _allocation(spec: RunSpec) -> dict[str, Any]:
+def _allocation(spec: RunSpec, shape: ModelShape | None) -> dict[str, Any]:
+    demand = spec.gpu_demand
+    takes_gpus = demand is not None
     return {
         "fleet": spec.launch.fleet,
+        "placement": spec.placement.mode,
+        "gpus": topology(demand).document() if demand else None,
+        "gpu_memory": gpu_memory(spec, shape).document() if shape and takes_gpus else None,
         "trainer_processes": spec.trainer.num_processes,
         "trainer_threads": spec.trainer.num_threads,
         "engine_processes": spec.inference.num_engines,

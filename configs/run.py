@@ -11,7 +11,9 @@ from configs.evaluation import EvaluationSection
 from configs.inference import InferenceSection
 from configs.launch import LaunchSection, OutputSection, TrackingSection
 from configs.model import ModelSection
+from configs.placement import PlacementSection
 from configs.section import Section
+from configs.topology import Demand
 from configs.trainer import TrainerSection
 from configs.training import OptimizerSection, TrainingSection
 
@@ -37,6 +39,7 @@ class RunSpec(Section):
     asynchronous: AsyncSection = Field(default=AsyncSection(), alias="async")
     trainer: TrainerSection = TrainerSection()
     inference: InferenceSection = InferenceSection()
+    placement: PlacementSection = PlacementSection()
     evaluation: EvaluationSection = EvaluationSection()
     launch: LaunchSection = LaunchSection()
     tracking: TrackingSection = TrackingSection()
@@ -121,6 +124,25 @@ class RunSpec(Section):
     def samples_while_training(self) -> bool:
         """Whether engines and trainer work at the same time and share the cores."""
         return self.fully_async or self.overlaps
+
+    @property
+    def colocated(self) -> bool:
+        """Whether engines give their memory back while the trainer steps."""
+        return self.placement.mode == "colocated"
+
+    @property
+    def gpu_demand(self) -> Demand | None:
+        """GPUs that the run takes; None when it takes none, as with the native engine."""
+        if self.placement.mode == "cpu" or self.inference.engine == "native":
+            return None
+        parallel = self.inference.tensor_parallel_size
+        return Demand(
+            trainer=self.trainer.num_processes,
+            rollout=self.inference.num_engines * parallel,
+            tensor_parallel=parallel,
+            colocated=self.colocated,
+            given_capacity=self.placement.gpus_per_node,
+        )
 
     @property
     def uses_tis(self) -> bool:

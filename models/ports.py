@@ -45,6 +45,8 @@ class ActorStatus(Frozen):
     policy_version: int | None = None
     resident_bytes: int | None = None
     code_digest: str = ""
+    gpus: tuple[str, ...] = ()
+    """Devices that the process sees, as CUDA counts them on its host."""
 
 
 class ServingReport(Frozen):

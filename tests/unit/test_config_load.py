@@ -239,8 +239,8 @@ def test_tiny_defaults_are_written_out(tmp_path: Path) -> None:
         ),
         (
             "[async]\ncolocated = false\n",
-            "async.colocated = false: unknown key in [async]; engines and trainer are processes "
-            "of their own always; remove the key",
+            "async.colocated = false: unknown key in [async]; it is placement.mode = "
+            '"colocated" or "disaggregated"',
         ),
         (
             "[core]\nfully_async = true\n",

@@ -23,8 +23,8 @@ ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "configs" / "recipes").glob("*.toml"))
 SECTION_FILES = frozenset(
     (
-        *("asynchronous", "core", "data", "evaluation", "inference", "launch", "model", "section"),
-        *("trainer", "training"),
+        *("asynchronous", "core", "data", "evaluation", "inference", "launch", "model"),
+        *("placement", "section", "trainer", "training"),
     )
 )
 FIXED = frozenset(
@@ -32,7 +32,6 @@ FIXED = frozenset(
         "schema_version",
         "model.format",
         "trainer.backend",
-        "inference.engine",
     )
 )
 """Keys with one legal value: they exist so that a later choice is no change of schema."""
@@ -53,6 +52,7 @@ CHANGES: dict[str, Any] = {
     "launch.fleet": "other",
     "launch.env": {"A": "1"},
     "inference.top_k": 5,
+    "inference.sglang": {"mem_fraction_static": 0.5},
     "training.dppo_divergence_type": "kl",
     "optimizer.min_lr": 1e-5,
     "optimizer.lr_warmup_init": 1e-5,
@@ -85,6 +85,14 @@ BACKGROUND_ONLY = frozenset(
     ("evaluation.submit_timeout_s", "evaluation.timeout_s", "evaluation.num_threads")
 )
 """Refused where evaluations share the run's engines."""
+
+GPU_ONLY = frozenset(
+    (
+        *("inference.sglang", "inference.tensor_parallel_size"),
+        *("placement.gpus_per_node", "placement.gpu_memory_gib"),
+    )
+)
+"""Refused where the run takes no GPU."""
 
 EXPERTS_ONLY = frozenset(
     (
@@ -144,6 +152,9 @@ def test_every_key_changes_the_plan(key: str, tmp_path: Path) -> None:
         base["evaluation"] = {}
     elif key == "model.source":
         base["model"] = {"source": "org/base"}
+    if key in GPU_ONLY:
+        base["inference"]["engine"] = "sglang"
+        base["placement"] = {"mode": "disaggregated"}
     if key in EXPERTS_ONLY:
         base["model"]["tiny"]["architecture"] = "qwen3_moe"
         if key == "core.replay_diagnostics":

@@ -16,6 +16,9 @@ from models.ids import RunRef
 from models.ports import ActorStatus
 from workers.source_digest import package_folders, source_digest
 
+_NCCL = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+"""SGLang runs so, and a broadcast fails between processes that differ in it."""
+
 
 class ActorOrder(Frozen):
     """One actor of a run. The actor reads the run file from ``run.root`` itself."""
@@ -29,6 +32,8 @@ class ActorOrder(Frozen):
     """A folder of this host for logs, ready files and caches of the run; removed at the end."""
     timeout_factor: float = 1.0
     """The infrastructure multiplier of the worker that gives the order."""
+    gpus: tuple[str, ...] = ()
+    """Devices of the trainer that a colocated engine shares; it has none of Ray's."""
 
     @property
     def name(self) -> str:
@@ -85,6 +90,7 @@ def describe(
         policy_version=policy_version,
         resident_bytes=_resident_bytes(shown),
         code_digest=source_digest(),
+        gpus=visible_gpus(order),
     )
     return ActorFacts(
         order=order,
@@ -108,10 +114,14 @@ def enter(order: ActorOrder, spec: RunSpec, threads: int) -> None:
 
 
 def environment(order: ActorOrder, spec: RunSpec, threads: int) -> dict[str, str]:
-    """Variables of a role: thread settings, private caches, then the run file's ``launch.env``."""
+    """Variables of a role: its GPUs, thread settings, private caches, then ``launch.env``."""
     scratch = Path(order.scratch)
     scratch.mkdir(mode=0o700, parents=True, exist_ok=True)
+    gpus = visible_gpus(order)
     return {
+        # Ray lets a process without GPUs see all of them.
+        "CUDA_VISIBLE_DEVICES": ",".join(gpus),
+        **(_NCCL if gpus else {}),
         # Spinning OpenMP threads on busy cores are many times slower than sleeping ones.
         "OMP_WAIT_POLICY": "PASSIVE",
         "OMP_NUM_THREADS": str(threads),
@@ -121,6 +131,19 @@ def environment(order: ActorOrder, spec: RunSpec, threads: int) -> dict[str, str
         "HF_MODULES_CACHE": tempfile.mkdtemp(prefix=f"hf-{order.name}-", dir=scratch),
         **spec.launch.env,
     }
+
+
+def visible_gpus(order: ActorOrder) -> tuple[str, ...]:
+    """Devices of this process, as CUDA counts them on this host: those it was told, or Ray's."""
+    if order.gpus or "ray" not in sys.modules:
+        return order.gpus
+    import ray
+
+    if not ray.is_initialized():
+        return ()
+    held: list[str] = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+    # Ray keeps them in a set; rank r computes on the r-th.
+    return tuple(sorted(held, key=lambda gpu: (len(gpu), gpu)))
 
 
 def require_same_code(facts: ActorFacts, digest: str) -> None:

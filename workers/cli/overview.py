@@ -67,13 +67,14 @@ def show_overview(console: Console, report: dict[str, Any]) -> None:
         console.print("no runs", style="dim")
     rows = [(each["run_id"], actor) for each in report["runs"] for actor in each["actors"]]
     if rows:
-        actors = Table("run", "actor", "pid", "host", "incarnation", "alive", box=None)
+        actors = Table("run", "actor", "pid", "host", "gpus", "incarnation", "alive", box=None)
         for name, actor in rows:
             actors.add_row(
                 name,
                 f"{actor['role']}-{actor['rank']}",
                 str(actor["pid"]),
                 actor["host"],
+                ",".join(actor.get("gpus") or ("-",)),
                 str(actor["incarnation"]),
                 _yes(actor["alive"]),
             )

@@ -1,19 +1,20 @@
 """The engines of a run: spawn, list, heal."""
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, NamedTuple
 
 import structlog
 
 from activities.wire.client import EngineClient
+from configs.topology import Demand
 from models.errors import ContractViolation, EngineLost, ServiceUnreachable
 from models.ports import EngineHandle
 from models.publication import WeightsRef
 from workers.actors.engine import EngineActor
 from workers.actors.order import ActorFacts
 from workers.fleet.deaths import Deaths
-from workers.fleet.placement import in_bundle, place
+from workers.fleet.placement import Bundle, engine_bundles, in_bundle, place, trainer_bundle
 from workers.fleet.run_fleet import RunFleet
 
 START_MARGIN_S = 30.0
@@ -61,15 +62,8 @@ class Engines:
         handles = {rank: _handle(facts) for rank, facts in found.items() if facts is not None}
         if not dead:
             return Ensured(tuple(handles.values()), ())
-        spec = await self._fleet.spec()
-        group = await place(
-            self._fleet.cluster,
-            self._fleet.run.run_id,
-            "engines",
-            spec.inference.num_engines,
-            await self._fleet.startup_timeout_s(),
-        )
-        started = await together(self._spawn(rank, in_bundle(group, rank)) for rank in dead)
+        spawn = await self._spawner()
+        started = await together(spawn(rank) for rank in dead)
         await self._deaths.started()
         handles |= dict(zip(dead, started, strict=True))
         return Ensured(tuple(handles[rank] for rank in sorted(handles)), tuple(started))
@@ -102,9 +96,37 @@ class Engines:
             for rank, facts in zip(ranks, answers, strict=True)
         }
 
-    async def _spawn(self, rank: int, options: dict[str, Any]) -> EngineHandle:
+    async def _spawner(self) -> Callable[[int], Awaitable[EngineHandle]]:
+        """Starts the engine of a rank where the run's placement has room for it."""
         spec = await self._fleet.spec()
-        actor = await self._fleet.create("engine", rank, EngineActor, options)
+        demand, bundles = spec.gpu_demand, engine_bundles(spec)
+        if demand is None or not demand.colocated:
+            group = await self._placed("engines", bundles)
+            num_gpus = 0 if demand is None else demand.tensor_parallel
+            return lambda rank: self._spawn(rank, in_bundle(group, rank, num_gpus))
+        group = await self._placed("trainer", (trainer_bundle(spec),))
+        devices = await self._trainer_gpus()
+        options = in_bundle(group, 0)
+        return lambda rank: self._spawn(rank, options, shared_gpus(devices, rank, demand))
+
+    async def _placed(self, role: str, bundles: tuple[Bundle, ...]) -> Any:
+        timeout_s = await self._fleet.startup_timeout_s()
+        return await place(self._fleet.cluster, self._fleet.run.run_id, role, bundles, timeout_s)
+
+    async def _trainer_gpus(self) -> tuple[str, ...]:
+        """Devices of the live trainer.
+
+        Raises:
+            TrainerLost: there is none, so nobody holds the GPUs that engines would share.
+        """
+        facts: ActorFacts = await self._fleet.actor("trainer").call("facts")
+        return facts.status.gpus
+
+    async def _spawn(
+        self, rank: int, options: dict[str, Any], gpus: tuple[str, ...] = ()
+    ) -> EngineHandle:
+        spec = await self._fleet.spec()
+        actor = await self._fleet.create("engine", rank, EngineActor, options, gpus=gpus)
         timeout_s = self._fleet.scaled(spec.inference.start_timeout_s) + START_MARGIN_S
         facts: ActorFacts = await actor.call("start", timeout_s=timeout_s)
         await self._fleet.remember(facts.status)
@@ -127,6 +149,20 @@ class Engines:
         if version == weights.version:
             self._confirmed[key] = version
         return version
+
+
+def shared_gpus(devices: tuple[str, ...], rank: int, demand: Demand) -> tuple[str, ...]:
+    """The consecutive ones of the trainer's ``devices`` that colocated engine ``rank`` uses.
+
+    Raises:
+        ContractViolation: the trainer has other GPUs than the run file says.
+    """
+    if len(devices) != demand.trainer:
+        raise ContractViolation(
+            f"the trainer sees GPUs {list(devices)}, colocated engines share {demand.trainer}"
+        )
+    first = rank * demand.tensor_parallel
+    return devices[first : first + demand.tensor_parallel]
 
 
 async def together(work: Iterable[Any]) -> list[Any]:

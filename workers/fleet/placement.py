@@ -1,33 +1,67 @@
 """Placement groups of a run: one for the trainer, one bundle for each engine. Detached, named.
 
-On a cluster without GPUs the bundles are small CPU fractions: they keep processes of one role
-together without limiting how many runs share a small machine.
+    cpu            trainer {CPU}            engines {CPU}, {CPU} ...
+    disaggregated  trainer {CPU, GPU: N}    engines {CPU, GPU: tp}, {CPU, GPU: tp} ...
+    colocated      trainer {CPU, GPU: N}, in which the engines live as well
+
+The CPU shares are small: they keep processes of one role together without limiting how many runs
+share a small machine. A colocated engine takes no GPU of Ray's: the trainer holds them, and the
+engine is told which devices those are. It lies in the trainer's bundle, and so on its node.
 """
 
 import asyncio
 import time
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import structlog
 
+from configs.run import RunSpec
 from models.errors import ConfigurationError, ServiceUnreachable
 from workers.fleet.cluster import RayCluster
 
 CPU_SHARE = 0.05
 """CPU of one bundle, in cores as Ray counts them."""
 WARN_EVERY_S = 10.0
+_FEWER = "lower inference.num_engines or add nodes"
+_REMEDIES = {
+    "GPU": "lower trainer.num_processes, inference.num_engines or inference.tensor_parallel_size, "
+    'add nodes, or set placement.mode = "cpu"'
+}
 
 _log = structlog.get_logger(__name__)
 
 
+Bundle = Mapping[str, float]
+"""Resources that one or more actors of a role may take on one node, by Ray's names."""
+
+
+def trainer_bundle(spec: RunSpec) -> Bundle:
+    """What the trainer takes; colocated engines lie in it."""
+    demand = spec.gpu_demand
+    if demand is None:
+        return _cpu(1)
+    inside = spec.inference.num_engines if demand.colocated else 0
+    return {**_cpu(1 + inside), "GPU": float(demand.trainer)}
+
+
+def engine_bundles(spec: RunSpec) -> tuple[Bundle, ...]:
+    """What each engine takes, in rank order; none when they lie in the trainer's bundle."""
+    demand, engines = spec.gpu_demand, spec.inference.num_engines
+    if demand is None:
+        return (_cpu(1),) * engines
+    gpus = {"GPU": float(demand.tensor_parallel)}
+    return () if demand.colocated else ({**_cpu(1), **gpus},) * engines
+
+
 async def place(
-    cluster: RayCluster, run_id: str, role: str, num_bundles: int, timeout_s: float
+    cluster: RayCluster, run_id: str, role: str, bundles: Sequence[Bundle], timeout_s: float
 ) -> Any:
     """The group of ``role``, found by name or made, with its resources held.
 
     Raises:
-        ConfigurationError: the cluster never has that much of some resource.
+        ConfigurationError: the cluster, or every single node of it, is too small for that.
         ServiceUnreachable: the resources are taken by others and did not become free in time.
     """
     name = group_name(run_id, role)
@@ -39,12 +73,12 @@ async def place(
             group = ray.util.get_placement_group(name)
         except ValueError:
             group = None
-        if group is not None and group.bundle_count != num_bundles:
+        if group is not None and not _holds(group.bundle_specs, bundles):
             ray.util.remove_placement_group(group)
             group = None
         if group is None:
             group = ray.util.placement_group(
-                [dict(bundle()) for _ in range(num_bundles)],
+                [dict(bundle) for bundle in bundles],
                 strategy="PACK",
                 name=name,
                 lifetime="detached",
@@ -52,18 +86,18 @@ async def place(
         return group
 
     group = await cluster.control(make, f"make placement group {name}")
-    await _until_placed(cluster, group, name, num_bundles, timeout_s)
+    await _until_placed(cluster, group, name, bundles, timeout_s)
     return group
 
 
-def in_bundle(group: Any, index: int) -> dict[str, Any]:
-    """Ray options of an actor that takes bundle ``index`` of ``group``."""
+def in_bundle(group: Any, index: int, num_gpus: float = 0) -> dict[str, Any]:
+    """Ray options of an actor that takes ``num_gpus`` of bundle ``index`` of ``group``."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     strategy = PlacementGroupSchedulingStrategy(
         placement_group=group, placement_group_bundle_index=index
     )
-    return {"scheduling_strategy": strategy, "num_cpus": CPU_SHARE}
+    return {"scheduling_strategy": strategy, "num_cpus": CPU_SHARE, "num_gpus": num_gpus}
 
 
 async def unplace(cluster: RayCluster, run_id: str, role: str) -> None:
@@ -87,13 +121,18 @@ def group_name(run_id: str, role: str) -> str:
     return f"{run_id}:{role}"
 
 
-def bundle() -> dict[str, float]:
-    """Resources of one process of a run."""
-    return {"CPU": CPU_SHARE}
+def _cpu(processes: int) -> dict[str, float]:
+    # Ray counts in ten-thousandths of a core.
+    return {"CPU": round(CPU_SHARE * processes, 4)}
+
+
+def _holds(found: Sequence[Bundle], wanted: Sequence[Bundle]) -> bool:
+    """Whether a group's bundles are those that are asked for."""
+    return [dict(bundle) for bundle in found] == [dict(bundle) for bundle in wanted]
 
 
 async def _until_placed(
-    cluster: RayCluster, group: Any, name: str, num_bundles: int, timeout_s: float
+    cluster: RayCluster, group: Any, name: str, bundles: Sequence[Bundle], timeout_s: float
 ) -> None:
     started = time.monotonic()
     while True:
@@ -101,7 +140,7 @@ async def _until_placed(
         step = max(0.0, min(left, WARN_EVERY_S))
         if await cluster.control(partial(group.wait, step), f"place {name}", step + 30.0):
             return
-        missing = await _missing(cluster, num_bundles)
+        missing = await _missing(cluster, name, bundles)
         if left <= step:
             raise ServiceUnreachable(
                 f"no place for {name} within {timeout_s:g} s: {missing}; end other runs or add "
@@ -111,22 +150,39 @@ async def _until_placed(
         await asyncio.sleep(0)
 
 
-async def _missing(cluster: RayCluster, num_bundles: int) -> str:
+async def _missing(cluster: RayCluster, name: str, bundles: Sequence[Bundle]) -> str:
     """What the group needs beside what is free; raises when it can never be had."""
 
-    def look() -> tuple[dict[str, float], dict[str, float]]:
+    def look() -> tuple[list[dict[str, float]], dict[str, float]]:
         import ray
 
-        return ray.cluster_resources(), ray.available_resources()
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        return nodes, ray.available_resources()
 
-    total, free = await cluster.control(look, "count resources")
+    nodes, free = await cluster.control(look, "count resources")
+    return shortage(name, bundles, nodes, free)
+
+
+def shortage(name: str, bundles: Sequence[Bundle], nodes: Sequence[Bundle], free: Bundle) -> str:
+    """What ``bundles`` need beside what is ``free``, all numbers as Ray counts them.
+
+    Raises:
+        ConfigurationError: ``nodes``, were they empty, could not hold them.
+    """
     parts = []
-    for resource, share in bundle().items():
-        needed = share * num_bundles
-        if needed > total.get(resource, 0.0):
+    for resource in dict.fromkeys(resource for bundle in bundles for resource in bundle):
+        shares = [bundle.get(resource, 0.0) for bundle in bundles]
+        needed, largest = sum(shares), max(shares)
+        sizes = [node.get(resource, 0.0) for node in nodes]
+        if needed > sum(sizes):
             raise ConfigurationError(
-                f"{num_bundles} processes need {needed:g} {resource}, the whole Ray cluster has "
-                f"{total.get(resource, 0.0):g}: lower inference.num_engines or add nodes"
+                f"{name}: {len(bundles)} x {largest:g} = {needed:g} {resource} are needed, the "
+                f"whole Ray cluster has {sum(sizes):g}: {_REMEDIES.get(resource, _FEWER)}"
+            )
+        if largest > max(sizes, default=0.0):
+            raise ConfigurationError(
+                f"{name}: {largest:g} {resource} are needed on one node, the largest node of the "
+                f"Ray cluster has {max(sizes):g}: {_REMEDIES.get(resource, _FEWER)}"
             )
         parts.append(f"needs {needed:g} {resource}, free are {free.get(resource, 0.0):g}")
     return "; ".join(parts)

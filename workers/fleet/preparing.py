@@ -5,7 +5,8 @@
                           -> engines: keep the live ones
                           -> router (fully async runs): keep the live one
 
-They are started at the same time. Components of the new epoch refuse every older one.
+They are started at the same time; on GPUs engines wait for the trainer, see ``_bring_up``. Components
+of the new epoch refuse every older one.
 """
 
 import asyncio
@@ -29,9 +30,9 @@ from workers.actors.order import ActorFacts, ActorOrder
 from workers.actors.preparation import PreparationActor, PreparedRun, find_prepared
 from workers.actors.producer import ProducerActor
 from workers.fleet.calls import settle
-from workers.fleet.engines import Engines, together
+from workers.fleet.engines import Engines, Ensured, together
 from workers.fleet.folders import scratch_folder
-from workers.fleet.placement import in_bundle, place
+from workers.fleet.placement import in_bundle, place, trainer_bundle
 from workers.fleet.router import Router
 from workers.fleet.run_fleet import RunFleet
 
@@ -154,9 +155,19 @@ async def _bring_up(
     keep_producer: bool,
 ) -> tuple[ActorFacts, tuple[str, ...]]:
     """Start what is missing, all at once; return the trainer's facts and what was started."""
+    started: asyncio.Future[ActorFacts] = asyncio.get_running_loop().create_future()
 
     async def trainer() -> ActorFacts:
-        return plan.kept or await _start_trainer(fleet, token, plan)
+        facts = plan.kept or await _start_trainer(fleet, token, plan)
+        started.set_result(facts)
+        return facts
+
+    async def all_engines() -> Ensured:
+        if (await fleet.spec()).gpu_demand is not None:
+            # It needs all its GPUs on one node, and colocated engines find out which it has and
+            # what memory it leaves.
+            await started
+        return await engines.ensure()
 
     async def producer() -> None:
         if not keep_producer:
@@ -164,7 +175,7 @@ async def _bring_up(
             await _start_producer(fleet, token, prepared, state)
 
     facts, ensured, fresh_router, _ = await together(
-        (trainer(), engines.ensure(), router.ensure(), producer())
+        (trainer(), all_engines(), router.ensure(), producer())
     )
     if keep_producer:
         kept: tuple[str, ...] = ()
@@ -182,11 +193,15 @@ async def _bring_up(
 
 async def _start_trainer(fleet: RunFleet, token: FenceToken, plan: _TrainerPlan) -> ActorFacts:
     timeout_s = await fleet.startup_timeout_s()
-    group = await place(fleet.cluster, fleet.run.run_id, "trainer", 1, timeout_s)
+    spec = await fleet.spec()
+    bundles = (trainer_bundle(spec),)
+    group = await place(fleet.cluster, fleet.run.run_id, "trainer", bundles, timeout_s)
     from workers.actors.trainer import CONCURRENCY_GROUPS, TrainerActor  # imports Ray
 
+    demand = spec.gpu_demand
+    options = in_bundle(group, 0, 0 if demand is None else demand.trainer)
     groups = {"concurrency_groups": CONCURRENCY_GROUPS}
-    actor = await fleet.create("trainer", 0, TrainerActor, in_bundle(group, 0), groups)
+    actor = await fleet.create("trainer", 0, TrainerActor, options, groups)
     facts: ActorFacts = await actor.call(
         "start", token.epoch, plan.folder, plan.clock, timeout_s=timeout_s
     )

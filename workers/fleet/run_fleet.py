@@ -79,8 +79,11 @@ class RunFleet:
         actor_class: type,
         options: dict[str, Any],
         class_options: dict[str, Any] | None = None,
+        gpus: tuple[str, ...] = (),
     ) -> RemoteActor:
         """Replace the actor of (role, rank) by a new one, counted as its next incarnation.
+
+        ``gpus``: devices that it shares with another actor, which holds them.
 
         Raises:
             ConfigurationError: the new actor runs other code than this process.
@@ -94,6 +97,7 @@ class RunFleet:
             incarnation=await self._next_incarnation(role, rank),
             scratch=str(scratch_folder(self.run.root)),
             timeout_factor=infra_timeout_multiplier(),
+            gpus=gpus,
         )
         handle = await self.cluster.create(
             actor_class, self.run.run_id, name, options, class_options or {}, order
