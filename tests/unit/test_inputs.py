@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from configs.load import resolve_document
+from tests.support.fake_sglang import write_fake_sglang
 from workers.sources.inputs import find_input_problems
 
 
@@ -108,3 +109,18 @@ def test_missing_files_are_reported_together(tmp_path: Path) -> None:
 def test_generators(tmp_path: Path, task: dict[str, Any], message: str) -> None:
     (problem,) = problems(tmp_path, data={"tasks": [{**task, "train_count": 4}]})
     assert message in problem
+
+
+def test_arguments_that_the_installed_sglang_lacks_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = write_fake_sglang(tmp_path / "site")
+    monkeypatch.setenv("PYTHONPATH", environment["PYTHONPATH"])
+    monkeypatch.setenv("PERDURE_SGLANG_PYTHON", environment["PERDURE_SGLANG_PYTHON"])
+    told = {"engine": "sglang", "max_response_length": 8}
+    [found] = problems(tmp_path, inference=told | {"sglang": {"mem_fraction": 0.5}})
+    assert found == (
+        "inference.sglang.mem_fraction = 0.5: the installed SGLang has no such argument; did you "
+        "mean 'mem_fraction_static'?"
+    )
+    assert problems(tmp_path, inference=told | {"sglang": {"mem_fraction_static": 0.5}}) == []

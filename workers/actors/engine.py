@@ -11,7 +11,6 @@ from workers.actors.order import ActorOrder, engine_threads, num_cores
 from workers.actors.server import ServerActor, module_command
 from workers.engines.process import ServerCommand
 from workers.engines.sglang.arguments import server_arguments, server_environment
-from workers.engines.sglang.installed import require_arguments
 from workers.engines.sglang.own_head import require_own_head
 
 
@@ -35,7 +34,7 @@ def server_command(
         version: policy version that it serves from the start; default: none that counts.
 
     Raises:
-        ConfigurationError: SGLang is missing, lacks an argument, or would serve the model wrongly.
+        ConfigurationError: SGLang would serve the model wrongly.
     """
     folder = model or store_of(order.run).local_path(layout.PREPARED_MODEL)
     # An evaluation needs no routes.
@@ -77,7 +76,6 @@ def _sglang(order: ActorOrder, spec: RunSpec, served: Served) -> ServerCommand:
     arguments = server_arguments(
         spec, served.folder, config, with_routes=served.with_routes, version=served.version
     )
-    require_arguments(arguments)
     return module_command(
         order,
         spec,

@@ -13,14 +13,16 @@ from configs.paths import is_url
 from configs.problem import Problem
 from configs.run import RunSpec
 from models.errors import ConfigurationError
+from workers.engines.sglang.installed import argument_problems, find_sglang
 
 
 def find_input_problems(spec: RunSpec) -> list[Problem]:
-    """Everything about the run's model, data and root that would end it while it prepares."""
+    """Everything about the run's model, data, root and engines that would end it as it prepares."""
     return [
         *_refusals(partial(_check_model, spec)),
         *find_missing_inputs(spec),
         *_data(spec),
+        *_server_arguments(spec),
     ]
 
 
@@ -35,6 +37,17 @@ def _check_model(spec: RunSpec) -> None:
     origin = local_origin(spec)
     if isinstance(origin, FolderOrigin):
         require_usable(spec, origin.path)
+
+
+def _server_arguments(spec: RunSpec) -> list[Problem]:
+    """Arguments that the SGLang of this machine does not have; a machine without one says nothing.
+
+    Engines may run elsewhere; there they are checked again.
+    """
+    if spec.inference.engine != "sglang" or not spec.inference.sglang:
+        return []
+    package = find_sglang()
+    return argument_problems(spec.inference.sglang, package) if package is not None else []
 
 
 def _data(spec: RunSpec) -> Iterator[Problem]:

@@ -5,6 +5,7 @@ detokenizer that is killed leaves a server that takes requests and answers none.
 """
 
 import asyncio
+import contextlib
 import ctypes
 import os
 import signal
@@ -13,7 +14,7 @@ import time
 
 import psutil
 
-KILL_TIMEOUT_S = 5.0
+KILL_TIMEOUT_S = 10.0
 PART_PREFIX = "sglang::"
 """SGLang titles its working processes so."""
 _PR_SET_PDEATHSIG, _PR_GET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 2, 36
@@ -39,18 +40,29 @@ def outlive_parent_to_clean_up() -> None:
         kernel.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
-def descendants() -> list[psutil.Process]:
-    """Live processes below this one."""
-    found = psutil.Process().children(recursive=True)
-    return [process for process in found if _runs(process)]
+async def end_descendants(
+    child: asyncio.subprocess.Process, timeout_s: float = KILL_TIMEOUT_S
+) -> list[int]:
+    """SIGKILL to everything below this process; returns when all of it is gone from the system.
 
+    A process of many threads is a zombie before its last thread has given its GPU back, and gone
+    only afterwards.
 
-async def kill_descendants(timeout_s: float = KILL_TIMEOUT_S) -> list[int]:
-    """SIGKILL to all of them until none is left; ids of those that outlive ``timeout_s``."""
+    Args:
+        child: the only process that was started here; the others are adopted.
+        timeout_s: for all of them together.
+
+    Returns:
+        Ids of processes that are still there.
+    """
     deadline = time.monotonic() + timeout_s
-    while (left := descendants()) and time.monotonic() < deadline:
-        for process in left:
-            _kill(process)
+    _kill_all()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await child.wait()
+    while (left := _below()) and time.monotonic() < deadline:
+        _kill_all()
+        _reap_adopted()
         await asyncio.sleep(_POLL_S)
     return [process.pid for process in left]
 
@@ -82,7 +94,7 @@ async def first_end(processes: list[psutil.Process]) -> psutil.Process:
 
 def parts() -> list[tuple[psutil.Process, str]]:
     """SGLang's working processes below this one, with their titles."""
-    return [(process, title) for process in descendants() if (title := _title(process))]
+    return [(process, title) for process in _below() if (title := _title(process))]
 
 
 def _title(process: psutil.Process) -> str:
@@ -94,15 +106,18 @@ def _title(process: psutil.Process) -> str:
     return command[0] if command and command[0].startswith(PART_PREFIX) else ""
 
 
-def _runs(process: psutil.Process) -> bool:
-    try:
-        return process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-    except psutil.NoSuchProcess:
-        return False
+def _below() -> list[psutil.Process]:
+    return list(psutil.Process().children(recursive=True))
 
 
-def _kill(process: psutil.Process) -> None:
-    try:
-        process.kill()
-    except psutil.NoSuchProcess:
-        return
+def _kill_all() -> None:
+    for process in _below():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def _reap_adopted() -> None:
+    """Take the exit status of every child that has ended; nobody else would."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass

@@ -68,12 +68,15 @@ def require_arguments(arguments: Mapping[str, Argument]) -> None:
             f"perdure[sglang] there, name another interpreter in {PYTHON_VARIABLE}, or set "
             'inference.engine = "native"'
         )
-    known = argument_flags(package)
-    problems = [
-        _unknown(name, value, known) for name, value in arguments.items() if name not in known
-    ]
+    problems = argument_problems(arguments, package)
     if problems:
         raise configuration_error(str(package), problems)
+
+
+def argument_problems(arguments: Mapping[str, Argument], package: Path) -> list[Problem]:
+    """Every argument that the SGLang in ``package`` does not have, with the nearest that it has."""
+    known = argument_flags(package)
+    return [_unknown(name, value, known) for name, value in arguments.items() if name not in known]
 
 
 def argument_flags(package: Path) -> dict[str, str]:

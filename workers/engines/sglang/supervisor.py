@@ -22,8 +22,8 @@ from workers.engines.process import CONFIGURATION_STATUS, leashed
 from workers.engines.sglang.arguments import flags
 from workers.engines.sglang.descendants import (
     adopt_orphans,
+    end_descendants,
     first_end,
-    kill_descendants,
     outlive_parent_to_clean_up,
     parts,
 )
@@ -127,10 +127,9 @@ class Supervisor:
                 await asyncio.sleep(PROBE_INTERVAL_S)
 
     async def _end(self, child: asyncio.subprocess.Process) -> None:
-        left = await kill_descendants()
+        left = await end_descendants(child)
         if left:
             logger.error("processes outlived SIGKILL: %s", left)
-        await child.wait()
 
 
 async def until_one_ends(titles: Mapping[psutil.Process, str]) -> None:
