@@ -25,7 +25,12 @@ SOON_S = 15.0
 RECIPE = Path(__file__).parents[2] / "configs" / "recipes" / "tiny.toml"
 ON_GPU: dict[str, Any] = {
     "dtype": "bfloat16",
-    "sglang": {"mem_fraction_static": 0.2, "attention_backend": "triton"},
+    "sglang": {
+        "mem_fraction_static": 0.2,
+        "attention_backend": "triton",
+        "sampling_backend": "pytorch",
+        "disable_prefill_cuda_graph": True,
+    },
 }
 
 pytestmark = [
