@@ -5,6 +5,7 @@ import time
 from datetime import UTC, datetime
 from importlib.metadata import version as distribution_version
 from pathlib import Path
+from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import PlainTextResponse, Response
@@ -15,6 +16,7 @@ from workers.engines.native.gauges import CONTENT_TYPE, metrics_text
 from workers.engines.native.generation import Generation
 from workers.engines.native.model_shape import ModelShape
 from workers.engines.native.model_thread import ModelThread
+from workers.engines.native.occupation import TAGS
 from workers.engines.native.options import EngineOptions
 from workers.engines.native.payload import parse_body
 
@@ -101,6 +103,7 @@ class Control:
                 "max_req_input_len": self._context_length - 1,
                 "enable_deterministic_inference": options.deterministic,
                 "enable_return_routed_experts": options.return_routed_experts,
+                "enable_memory_saver": True,
                 "startup_time": {"total": self.ready_after_s},
                 "num_gated_requests": self._gate.num_held,
                 "weight_bytes": num_bytes,
@@ -200,6 +203,18 @@ class Control:
         }
         return json_response(answer, 200 if result.success else 400)
 
+    async def release_memory_occupation(self, http: HttpRequest) -> Response:
+        """Give memory back by tag; 400 unless paused without requests."""
+        tags = _tags(parse_body(await http.body()))
+        await self._model.call(lambda core: core.occupation.release(tags))
+        return json_response(None)
+
+    async def resume_memory_occupation(self, http: HttpRequest) -> Response:
+        """Take memory back by tag; weights are zero until they are loaded."""
+        tags = _tags(parse_body(await http.body()))
+        await self._model.call(lambda core: core.occupation.resume(tags))
+        return json_response(None)
+
     async def update_weight_version(self, http: HttpRequest) -> Response:
         """Rename the weights; ``abort_all_requests`` ends what runs first."""
         body = parse_body(await http.body())
@@ -221,3 +236,13 @@ class Control:
         checksums = await self._model.call(lambda core: core.checksums())
         ranks = [{"checksums": checksums}]
         return json_response({"success": True, "message": "Success.", "ranks": ranks})
+
+
+def _tags(body: dict[str, Any]) -> frozenset[str]:
+    """``tags`` of a request that moves memory; empty: all that the engine has."""
+    tags = body.get("tags") or []
+    if not isinstance(tags, list) or any(tag not in sorted(TAGS) for tag in tags):
+        raise ServerError(
+            f"1 validation error: tags: Input should be a list of {', '.join(sorted(TAGS))}"
+        )
+    return frozenset(tags)

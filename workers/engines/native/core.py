@@ -13,6 +13,7 @@ from models.errors import ConfigurationError
 from workers.engines.native.decoder import Decoder
 from workers.engines.native.kv import KvCache
 from workers.engines.native.model_shape import ModelShape, read_model_shape
+from workers.engines.native.occupation import TAGS, WEIGHTS, Occupation
 from workers.engines.native.options import EngineOptions
 from workers.engines.native.request import Emit, Request
 from workers.engines.native.scheduler import Limits, Scheduler
@@ -70,6 +71,7 @@ class Core:
         decoder = Decoder(shape, self.weights, context_length, options.num_threads, bool(fixed))
         self.scheduler = Scheduler(decoder, cache, limits, emit, codec.matched_string, fixed)
         self.scheduler.weight_version = options.weight_version
+        self.occupation = Occupation(self.weights, self.scheduler)
         self._rate = (time.monotonic(), 0, 0.0)
 
     def pause(self, mode: str) -> None:
@@ -81,7 +83,8 @@ class Core:
             self.scheduler.retract()
 
     def resume(self) -> None:
-        """Decode again."""
+        """Decode again. Raises ServerError while memory is released."""
+        self.occupation.require(*TAGS)
         self.scheduler.paused = False
 
     def abort(self, rid: str | None) -> None:
@@ -97,7 +100,11 @@ class Core:
         return self.scheduler.num_requests() == 0
 
     def update(self, folder: Path, version: str | None, flush_cache: bool) -> UpdateResult:
-        """Load an HF folder in place. Refused, with the old weights kept, unless it fits."""
+        """Load an HF folder in place. Refused, with the old weights kept, unless it fits.
+
+        Raises ServerError while weights are released.
+        """
+        self.occupation.require(WEIGHTS)
         held = self.scheduler.num_requests()
         if flush_cache and held:
             message = (
@@ -133,7 +140,8 @@ class Core:
         self.scheduler.weight_version = version
 
     def checksums(self) -> dict[str, str]:
-        """HF name -> xxh3_64 of the live bytes."""
+        """HF name -> xxh3_64 of the live bytes. Raises ServerError while weights are released."""
+        self.occupation.require(WEIGHTS)
         return self.weights.checksums()
 
     def loads(self) -> dict[str, Any]:

@@ -42,6 +42,12 @@ class KvCache:
         self.max_tokens = budget_bytes // self.bytes_per_token
         """Slots times capacity never exceeds this."""
 
+    def free(self) -> None:
+        """Give all memory back; nothing may run. ``ensure`` and ``resize`` allocate again."""
+        self.slots = self.capacity = 0
+        self.keys, self.values = [], []
+        self.tokens, self.logprobs, self.experts = torch.empty(0), torch.empty(0), None
+
     def fits(self, slots: int, capacity: int) -> bool:
         """Whether ``slots`` requests of up to ``capacity`` tokens stay inside the budget."""
         return slots * capacity <= self.max_tokens

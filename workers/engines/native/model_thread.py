@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from models.errors import ConfigurationError
+from workers.engines.native.answers import PayloadError
 from workers.engines.native.model_shape import ModelShape
 from workers.engines.native.options import EngineOptions
 from workers.engines.native.request import Event, Request
@@ -67,11 +68,18 @@ class ModelThread:
         self._commands.put(lambda core: core.scheduler.abort(lambda other: other is request))
 
     async def call(self, function: Callable[["Core"], T]) -> T:
-        """Run ``function`` on the model thread between two steps and return its result."""
+        """Run ``function`` on the model thread between two steps and return its result.
+
+        Raises what it refuses (PayloadError); anything else that it raises ends the engine.
+        """
         answer: asyncio.Future[T] = self._loop.create_future()
 
         def command(core: "Core") -> None:
-            result = function(core)
+            try:
+                result = function(core)
+            except PayloadError as error:
+                self._post(_fail, answer, error)
+                return
             self._flush_events()
             self._post(_resolve, answer, result)
 

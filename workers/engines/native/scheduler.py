@@ -70,8 +70,17 @@ class Scheduler:
         self._matched_string = matched_string
         self._fixed_length = fixed_length
         self._prefill = Prefill(decoder, cache, one_by_one=fixed_length is not None)
-        if fixed_length is not None:
-            cache.resize(size, fixed_length, live=0)
+        self.allocate_cache()
+
+    def allocate_cache(self) -> None:
+        """Memory that the KV cache has before the first request: in deterministic mode all."""
+        if self._fixed_length is not None:
+            self.cache.resize(self.rows.size, self._fixed_length, live=0)
+
+    def free_cache(self) -> None:
+        """Give the KV cache's memory back. There must be no request."""
+        self._prefill.forget()
+        self.cache.free()
 
     @property
     def running(self) -> list[Request]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
@@ -52,6 +53,9 @@ class WeightStore:
         self.head = self.embedding
         if not shape.tied_head:
             self.head = self._new("lm_head.weight", shape.vocab_size, shape.hidden_size)
+        found = map(torch.Tensor.untyped_storage, self.named.values())
+        storages = {storage.data_ptr(): storage for storage in found}
+        self._storages = [(storage, storage.nbytes()) for storage in storages.values()]
 
     def load(self, folder: Path) -> None:
         """Overwrite all parameters from an HF folder's safetensors.
@@ -73,6 +77,18 @@ class WeightStore:
     def checksums(self) -> dict[str, str]:
         """HF name -> xxh3_64 (16 hex digits) over the live bytes of the tensor, row-major."""
         return {name: tensor_checksum(tensor) for name, tensor in self.named.items()}
+
+    def free(self) -> None:
+        """Give the memory of all parameters back; they must not be touched until ``allocate``."""
+        for storage, _ in self._storages:
+            storage.resize_(0)
+
+    def allocate(self) -> None:
+        """Take the memory back. All parameters are zero until the next ``load``."""
+        for storage, num_bytes in self._storages:
+            storage.resize_(num_bytes)
+        for view in self.named.values():
+            view.zero_()
 
     def num_bytes(self) -> int:
         """Size of all parameters in bytes."""
@@ -180,5 +196,6 @@ class WeightStore:
 
 def tensor_checksum(tensor: torch.Tensor) -> str:
     """xxh3_64 of a tensor's bytes in row-major order, 16 hex digits."""
-    data = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+    # ``tensor.numpy()`` would pin the storage for good: it could not be freed any more.
+    data = np.from_dlpack(tensor.contiguous().view(-1).view(torch.uint8)).data
     return xxhash.xxh3_64_hexdigest(data)

@@ -1,0 +1,54 @@
+"""Memory that the native engine gives back is the process's no more."""
+
+import json
+from pathlib import Path
+
+import psutil
+import torch
+
+from tests.support.engine_model import CONFIG
+from workers.engines.native.kv import KvCache
+from workers.engines.native.model_shape import read_model_shape
+from workers.engines.native.weights import WeightStore
+
+MIB = 1 << 20
+
+
+def resident() -> int:
+    return int(psutil.Process().memory_info().rss)
+
+
+def test_weights_leave_the_process_and_come_back_as_zeros(tmp_path: Path) -> None:
+    config = CONFIG | {"vocab_size": 65536, "hidden_size": 128}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    store = WeightStore(read_model_shape(tmp_path), torch.float32)
+    for view in store.named.values():
+        view.fill_(1.0)
+    size, held, before = store.num_bytes(), resident(), store.checksums()
+    assert size > 64 * MIB
+    store.free()
+    assert held - resident() > 0.9 * size
+    store.allocate()
+    assert store.num_bytes() == size
+    assert all(not view.any() for view in store.named.values())
+    # Fused tensors and their parts are one memory again.
+    qkv = store.layers[0].qkv
+    store.named["model.layers.0.self_attn.k_proj.weight"].fill_(3.0)
+    assert 0 < int((qkv == 3.0).sum()) < qkv.numel()
+    for view in store.named.values():
+        view.fill_(1.0)
+    assert store.checksums() == before
+
+
+def test_a_freed_cache_grows_again(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    cache = KvCache(read_model_shape(tmp_path), torch.float32, 64 * MIB, keep_experts=True)
+    cache.ensure(4, 40, 40, live=0)
+    assert cache.experts is not None
+    cache.free()
+    assert (cache.slots, cache.capacity, cache.keys, cache.experts) == (0, 0, [], None)
+    cache.ensure(2, 33, 100, live=0)
+    assert cache.slots >= 2
+    assert cache.capacity >= 33
+    assert cache.experts is not None
+    assert len(cache.keys) == len(cache.values) == CONFIG["num_hidden_layers"]
