@@ -21,7 +21,7 @@ from configs.problem import Problem
 from configs.routing_checks import routing_problems
 from configs.run import RunSpec
 from configs.sglang_arguments import sglang_problems
-from configs.trainer_checks import process_problems
+from configs.trainer_checks import kernel_problems, process_problems
 
 _OWN_TASKS = ("reverse_word",)
 _OWN_FOLDERS = ("prepared", "rollouts", "checkpoints", "wandb")
@@ -45,6 +45,7 @@ def find_problems(spec: RunSpec) -> list[Problem]:
     if not spec.samples_per_collection % _batch(spec):
         problems += [
             *process_problems(spec),
+            *kernel_problems(spec),
             *decay_problems(spec),
             *_policy_gap(spec),
             *async_problems(spec),
@@ -202,12 +203,15 @@ def _engines(spec: RunSpec) -> Iterator[Problem]:
     inference = spec.inference
     if inference.top_k == 0:
         yield Problem("inference.top_k", "must be positive, or -1 for off", 0)
-    room = inference.max_running_requests + inference.max_queued_requests
+    room, sum_of = inference.max_queued_requests, "max_queued_requests"
+    if inference.engine == "native":
+        room += inference.max_running_requests
+        sum_of = "max_running_requests + max_queued_requests"
+    # SGLang counts every request that arrives as queued, also when it could run at once.
     if inference.server_concurrency > room:
         yield Problem(
             "inference.server_concurrency",
-            f"an engine takes {room} requests (max_running_requests + max_queued_requests) and "
-            "refuses the rest",
+            f"an engine takes {room} requests at once ({sum_of}) and refuses the rest",
             inference.server_concurrency,
             f"use at most {room}",
         )

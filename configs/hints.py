@@ -26,9 +26,7 @@ _ELSEWHERE = {
     "lr_wsd_decay_iters": "it is optimizer.lr_wsd_decay_steps",
     "lr_decay_style": "it is optimizer.lr_schedule",
     "moe": "a tiny mixture of experts is described in [model.tiny], any other by its own files",
-    **dict.fromkeys(
-        ("num_gpus_per_node", "gpus_per_replica"), "it is placement.gpus_per_node"
-    ),
+    **dict.fromkeys(("num_gpus_per_node", "gpus_per_replica"), "it is placement.gpus_per_node"),
     **dict.fromkeys(
         ("num_gpus", "num_ranks", "num_workers", "world_size"), "it is trainer.num_processes"
     ),

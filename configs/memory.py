@@ -12,8 +12,8 @@ from configs.held_out import has_background_evaluation
 from configs.model import TinySpec
 from configs.paths import local_model_folder
 from configs.run import RunSpec
+from configs.trainer_memory import DTYPE_BYTES, trainer_memory
 
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 _PROCESS_BYTES = 350 << 20
 """Interpreter, torch and transformers, resident in each process that computes (measured)."""
 _CONTROL_PROCESS_BYTES = 120 << 20
@@ -43,6 +43,12 @@ class ModelShape:
     vocab_size: int
     route_bytes: int = 0
     """Of the expert routes of one token: int32 [routed layers, top k]; 0 without experts."""
+    hidden_size: int = 0
+    """Width of the residual stream; 0 when unknown, as below."""
+    num_heads: int = 0
+    """Of queries."""
+    intermediate_size: int = 0
+    """Width of the feed-forward that one token goes through, all its experts together."""
 
 
 def model_shape(spec: RunSpec) -> ModelShape | None:
@@ -90,6 +96,11 @@ def tiny_shape(tiny: TinySpec) -> ModelShape:
         route_bytes=0
         if experts is None
         else _ROUTE_BYTES * tiny.num_layers * experts.experts_per_token,
+        hidden_size=width,
+        num_heads=tiny.num_heads,
+        intermediate_size=4 * width
+        if experts is None
+        else experts.experts_per_token * experts.moe_intermediate_size,
     )
 
 
@@ -121,7 +132,17 @@ def _read_shape(folder: Path) -> ModelShape | None:
         route_bytes=_ROUTE_BYTES
         * sum(name.endswith(_ROUTER_END) for name in sizes)
         * config.get("num_experts_per_tok", 0),
+        hidden_size=config.get("hidden_size", 0),
+        num_heads=heads,
+        intermediate_size=_feed_forward(config),
     )
+
+
+def _feed_forward(config: dict[str, Any]) -> int:
+    """Width that one token goes through."""
+    experts: int = config.get("num_experts_per_tok", 0)
+    width: int = config.get("moe_intermediate_size") or config.get("intermediate_size", 0)
+    return width * (experts or 1)
 
 
 def estimate(spec: RunSpec, shape: ModelShape) -> dict[str, int]:
@@ -131,13 +152,14 @@ def estimate(spec: RunSpec, shape: ModelShape) -> dict[str, int]:
     the KV budget goes. A background evaluation has an engine of its own. All: trainer, engines,
     producer and router; Ray and Temporal come on top.
     """
-    states, logits = trainer_bytes(spec, shape.num_parameters, shape.vocab_size)
-    serving = _DTYPE_BYTES[spec.inference.dtype]
+    training = trainer_memory(spec, shape, on_gpu=spec.gpu_demand is not None)
+    serving = DTYPE_BYTES[spec.inference.dtype]
     weights = serving * shape.num_parameters
     tokens = spec.inference.max_running_requests * spec.core.max_context_length
     per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * serving
     cache = min(tokens * per_token, spec.inference.kv_cache_mib << 20)
-    trainer = states + spec.trainer.num_processes * (logits + _PROCESS_BYTES)
+    processes = spec.trainer.num_processes
+    trainer = processes * (training.of_process(processes) + _PROCESS_BYTES)
     engines = spec.inference.num_engines + has_background_evaluation(spec)
     replays = spec.training.use_rollout_routing_replay
     groups = producer_bytes(spec, shape.route_bytes if replays else 0)
@@ -145,8 +167,10 @@ def estimate(spec: RunSpec, shape: ModelShape) -> dict[str, int]:
     return {
         "num_parameters": shape.num_parameters,
         "num_active_parameters": shape.num_active_parameters,
-        "trainer_states_bytes": states,
-        "trainer_logits_bytes": logits,
+        "trainer_states_bytes": training.states,
+        "trainer_activations_bytes": training.activations,
+        "trainer_logits_bytes": training.logits,
+        "trainer_process_bytes": training.of_process(processes),
         "engine_weights_bytes": weights,
         "engine_kv_cache_bytes": cache,
         "producer_groups_bytes": groups,
@@ -167,20 +191,6 @@ def producer_bytes(spec: RunSpec, route_bytes: int = 0) -> int:
         groups = concurrent_groups(spec) + completed_groups_capacity(spec)
         samples += groups * spec.training.samples_per_prompt
     return samples * spec.core.max_context_length * (_HELD_TOKEN_BYTES + route_bytes)
-
-
-def trainer_bytes(spec: RunSpec, num_parameters: int, vocab_size: int) -> tuple[int, int]:
-    """Bytes of the trainer's states, and of the logits of one chunk; activations come on top.
-
-    States: 16 bytes a parameter (float32 weights, gradient and two Adam moments), 4 for the frozen
-    reference of a KL term, and a copy in the compute dtype when that is another. A chunk: logits,
-    their gradient and the float32 softmax.
-    """
-    compute = _DTYPE_BYTES[spec.trainer.compute_dtype]
-    states = (20 if spec.training.kl_loss_coef > 0 else 16) * num_parameters
-    if spec.trainer.compute_dtype != "float32":
-        states += compute * num_parameters
-    return states, spec.trainer.logprob_chunk_tokens * vocab_size * (2 * compute + 4)
 
 
 def _idle_elements(sizes: dict[str, int], config: dict[str, Any]) -> int:

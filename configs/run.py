@@ -73,11 +73,18 @@ class RunSpec(Section):
         return False if self.model.source.startswith("wheel:") else None
 
     @property
+    def _has_kernel(self) -> bool:
+        """Whether the trainer most likely has the attention kernel for documents."""
+        trainer = self.trainer
+        fast = trainer.compute_dtype == "bfloat16" and trainer.attention != "eager"
+        return fast and self.gpu_demand is not None
+
+    @property
     def packing(self) -> Literal["shared_prompt", "documents"] | None:
         """``trainer.packing`` or its default; None when only the model's files can tell."""
         if self.trainer.packing is not None:
             return self.trainer.packing
-        if self.has_routers or self.training.use_rollout_routing_replay:
+        if self.has_routers or self.training.use_rollout_routing_replay or self._has_kernel:
             return "documents"
         return None if self.has_routers is None else "shared_prompt"
 

@@ -18,8 +18,10 @@ class TrainerSection(Section):
     collective_timeout_s: float = Field(default=600.0, gt=0)
     """How long a process waits for the others, at the start and at any point of the work, before
     the trainer is given up and rebuilt."""
-    attention: Literal["eager", "sdpa"] = "sdpa"
-    """Attention kernel of the packed forward; eager is the faster one on CPU in bfloat16."""
+    attention: Literal["eager", "sdpa", "flash"] = "sdpa"
+    """Attention of the packed forward. eager is the fastest on CPU in bfloat16; sdpa takes the
+    kernel for documents where it can, flash refuses to start where it cannot: it needs an NVIDIA
+    GPU, bfloat16 and documents."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Arithmetic of forward and backward; master weights and optimizer states are float32."""
     num_threads: int | None = Field(default=None, ge=1)
@@ -27,9 +29,15 @@ class TrainerSection(Section):
     of them."""
     packing: Literal["shared_prompt", "documents"] | None = None
     """How samples are laid out: a prompt once with all its responses, or every sample by itself,
-    one after the other; default: documents for a mixture of experts, which needs them, else
-    shared_prompt, which is less work."""
+    one after the other; default: documents for a mixture of experts, which needs them, and in
+    bfloat16 on a GPU, where a kernel knows their ends; else shared_prompt, which is less work."""
     micro_batch_tokens: int = Field(default=4096, ge=16)
     """Tokens of packed rows in one forward/backward."""
-    logprob_chunk_tokens: int = Field(default=1024, ge=16)
-    """Response tokens whose logits exist at one time."""
+    logprob_chunk_tokens: int | None = Field(default=None, ge=16)
+    """Response tokens whose logits exist at one time; default: 1024, on a GPU 8192."""
+    activation_checkpointing: bool = False
+    """Keep only what enters each decoder layer and compute the layer again in the backward pass:
+    a third more work for a fraction of the memory."""
+    compile: bool = False
+    """Compile decoder layers and the log-softmax with torch.compile; needs a GPU, bfloat16,
+    documents, attention sdpa or flash, and a model without experts. The first update is slow."""

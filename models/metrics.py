@@ -73,6 +73,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("train/packing/samples_per_pack", "samples", _UPDATE, "mean over packs"),
     Metric("train/packing/tokens_per_pack", "tokens", _UPDATE, "model tokens, mean over packs"),
     Metric("train/packing/rank0_peak_allocated_bytes", "bytes", _UPDATE, "of the accelerator"),
+    Metric("train/memory/estimated_bytes", "bytes", _UPDATE, "expected of rank 0's accelerator"),
+    Metric("train/memory/peak_reserved_bytes", "bytes", _UPDATE, "with the allocator's reserve"),
+    Metric("train/memory/peak_to_estimate", "1", _UPDATE, "allocated at the peak / expected"),
     *(
         Metric(f"train/moe/{name}", unit, _UPDATE, f"{meaning}; training forwards, last step")
         for name, unit, meaning in (

@@ -49,6 +49,7 @@ CHANGES: dict[str, Any] = {
     "output.hf_dir": "hf",
     "training.use_tis": True,
     "trainer.packing": "documents",
+    "trainer.logprob_chunk_tokens": 64,
     "launch.fleet": "other",
     "launch.env": {"A": "1"},
     "inference.top_k": 5,
@@ -89,7 +90,7 @@ BACKGROUND_ONLY = frozenset(
 GPU_ONLY = frozenset(
     (
         *("inference.sglang", "inference.tensor_parallel_size"),
-        *("placement.gpus_per_node", "placement.gpu_memory_gib"),
+        *("placement.gpus_per_node", "placement.gpu_memory_gib", "trainer.compile"),
     )
 )
 """Refused where the run takes no GPU."""
@@ -155,6 +156,7 @@ def test_every_key_changes_the_plan(key: str, tmp_path: Path) -> None:
     if key in GPU_ONLY:
         base["inference"]["engine"] = "sglang"
         base["placement"] = {"mode": "disaggregated"}
+        base["trainer"] = {**base.get("trainer", {}), "compute_dtype": "bfloat16"}
     if key in EXPERTS_ONLY:
         base["model"]["tiny"]["architecture"] = "qwen3_moe"
         if key == "core.replay_diagnostics":

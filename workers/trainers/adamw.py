@@ -1,7 +1,7 @@
 """AdamW in float32: one step with clipping, and how far it moved the parameters."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from workers.trainers.ranks import Ranks
 from workers.trainers.shards import local_part
 
 _SLICE = 1 << 20  # elements: temporaries of this size stay in the processor's cache
+_GPU_SLICE = 1 << 27  # elements: few launches, 512 MiB for each temporary
 
 
 def build_optimizer(
@@ -58,29 +59,71 @@ def last_step_norm(optimizer: torch.optim.AdamW, ranks: Ranks) -> float:
     With bias-corrected moments m and v: step = lr * m / (sqrt(v) + eps), and with decay w the old
     parameter q = (p + step) / (1 - lr * w) moved by lr * w * q as well.
     """
-    total = 0.0
+    squares: list[Tensor] = []
     for group in optimizer.param_groups:
         beta1, beta2 = group["betas"]
         decay = group["lr"] * group["weight_decay"]
-        for parameter in group["params"]:
-            state = optimizer.state.get(parameter)
-            if not state:
-                continue
-            steps = float(state["step"])
+        for steps, parts in _by_steps(group["params"], optimizer):
             rate = group["lr"] / (1 - beta1**steps)
             correction = math.sqrt(1 - beta2**steps)
-            slices = zip(
-                local_part(parameter).reshape(-1).split(_SLICE),
-                local_part(state["exp_avg"]).reshape(-1).split(_SLICE),
-                local_part(state["exp_avg_sq"]).reshape(-1).split(_SLICE),
-                strict=True,
-            )
-            for p, m, v in slices:
-                moved = _slice_step(m, v, rate, correction, group["eps"])
+            for p, m, v in _batches(parts):
+                moved = _step_of(m, v, rate, correction, group["eps"])
                 if decay:
-                    moved = moved + (p + moved) * (decay / (1 - decay))
-                total += float(torch.linalg.vector_norm(moved)) ** 2
-    return _joint_norm(math.sqrt(total), ranks)
+                    before = torch._foreach_add(p, moved)
+                    torch._foreach_mul_(before, decay / (1 - decay))
+                    torch._foreach_add_(moved, before)
+                squares += torch._foreach_norm(moved)
+    if not squares:
+        return _joint_norm(0.0, ranks)
+    return _joint_norm(float(torch.stack(squares).double().norm()), ranks)
+
+
+Part = tuple[Tensor, Tensor, Tensor]
+"""Flat and of one length: parameter, first and second moment."""
+
+
+def _by_steps(
+    parameters: Sequence[nn.Parameter], optimizer: torch.optim.AdamW
+) -> Iterator[tuple[float, list[Part]]]:
+    """This rank's parts of the parameters that have stepped, by their number of steps."""
+    stepped = [p for p in parameters if optimizer.state.get(p)]
+    if not stepped:
+        return
+    counts = torch.stack([optimizer.state[p]["step"] for p in stepped]).tolist()  # one wait for all
+    for steps in sorted(set(counts)):
+        yield (
+            steps,
+            [
+                (
+                    local_part(p.detach()).reshape(-1),
+                    local_part(optimizer.state[p]["exp_avg"]).reshape(-1),
+                    local_part(optimizer.state[p]["exp_avg_sq"]).reshape(-1),
+                )
+                for p, count in zip(stepped, counts, strict=True)
+                if count == steps
+            ],
+        )
+
+
+def _batches(parts: Iterable[Part]) -> Iterator[tuple[list[Tensor], list[Tensor], list[Tensor]]]:
+    """The same elements in lists of few enough elements for temporaries."""
+    batch: list[Part] = []
+    size = 0
+    for part in parts:
+        most = _GPU_SLICE if part[0].is_cuda else _SLICE
+        for piece in zip(*(tensor.split(most) for tensor in part), strict=True):
+            if batch and size + len(piece[0]) > most:
+                yield _columns(batch)
+                batch, size = [], 0
+            batch.append(piece)
+            size += len(piece[0])
+    if batch:
+        yield _columns(batch)
+
+
+def _columns(batch: Sequence[Part]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    p, m, v = zip(*batch, strict=True)
+    return list(p), list(m), list(v)
 
 
 def _joint_norm(own: float, ranks: Ranks) -> float:
@@ -90,6 +133,13 @@ def _joint_norm(own: float, ranks: Ranks) -> float:
     return math.sqrt(float(ranks.all_reduce_sum(torch.tensor(own, dtype=torch.float64) ** 2)))
 
 
-def _slice_step(m: Tensor, v: Tensor, rate: float, correction: float, eps: float) -> Tensor:
-    """Adam's step of one slice: rate * m / (sqrt(v) / correction + eps)."""
-    return m.mul(rate).div_(v.sqrt().div_(correction).add_(eps))
+def _step_of(
+    m: list[Tensor], v: list[Tensor], rate: float, correction: float, eps: float
+) -> list[Tensor]:
+    """Adam's step of some elements: rate * m / (sqrt(v) / correction + eps)."""
+    divisors = torch._foreach_sqrt(v)
+    torch._foreach_div_(divisors, correction)
+    torch._foreach_add_(divisors, eps)
+    moved = torch._foreach_mul(m, rate)
+    torch._foreach_div_(moved, divisors)
+    return list(moved)

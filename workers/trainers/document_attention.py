@@ -22,7 +22,11 @@ from workers.trainers.varlen_attention import Bounds, attend, kernel_dtype
 
 _PREFIX = "documents_"
 BLOCKS = "document_blocks"
-"""Keyword of a model's forward that carries ``DocumentBlocks`` to its attention layers."""
+"""Keyword of a model's forward that carries the documents to its attention layers.
+
+``DocumentBlocks``, or ``Bounds`` where it is settled that the kernel takes them: compiled
+code makes no choice.
+"""
 
 Attention = Callable[..., tuple[Tensor, Any]]
 """(module, q, k, v, mask, **options) -> ([B, L, heads, D], weights), as transformers has it."""
@@ -103,16 +107,30 @@ def _within_documents(base: Attention, kernel: bool) -> Attention:
         **options: Any,
     ) -> tuple[Tensor, Any]:
         """Of query [1, heads, T, D]; key and value may have fewer heads."""
-        blocks: DocumentBlocks | None = options.pop(BLOCKS, None)
+        blocks: DocumentBlocks | Bounds | None = options.pop(BLOCKS, None)
         if blocks is None:
             return base(module, query, key, value, attention_mask, **options)
+        if isinstance(blocks, Bounds):
+            return _by_kernel(query, key, value, blocks, torch.bfloat16, options), None
         dtype = kernel_dtype(query, value) if kernel and not _beyond_kernel(options) else None
         if dtype is None:
             return attend_padded(base, module, query, key, value, blocks, **options), None
-        q, k, v = (part.squeeze(0).transpose(0, 1).to(dtype) for part in (query, key, value))
-        return attend(q, k, v, blocks.bounds, options.get("scaling"))[None], None
+        return _by_kernel(query, key, value, blocks.bounds, dtype, options), None
 
     return attention
+
+
+def _by_kernel(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Bounds,
+    dtype: torch.dtype,
+    options: dict[str, Any],
+) -> Tensor:
+    """Attention [1, T, heads, D] of query [1, heads, T, D], computed in ``dtype``."""
+    q, k, v = (part.squeeze(0).transpose(0, 1).to(dtype) for part in (query, key, value))
+    return attend(q, k, v, bounds, options.get("scaling"))[None]
 
 
 def attend_padded(

@@ -10,15 +10,18 @@ import transformers
 from safetensors import safe_open
 from torch import Tensor
 
-from configs.memory import trainer_bytes
 from configs.run import RunSpec
+from configs.trainer_memory import chunk_tokens
 from models.errors import ConfigurationError
 from workers.engines.native.model_files import safetensor_files
 from workers.sources.expert_names import FUSED_FAMILIES, file_weights
+from workers.trainers.decoder_layers import compile_layers, recompute_layers
 from workers.trainers.documents import Document, collate_documents
 from workers.trainers.logprobs import Scorer
 from workers.trainers.packing import Response, Row, collate
+from workers.trainers.routing import Routing
 from workers.trainers.row_layout import Packing, prepare_packing
+from workers.trainers.sharded import ShardedBody
 
 EXPERTS = {"cpu": "eager", "cuda": "grouped_mm"}
 """How transformers computes experts, by device. Measured: on CPU the loop over experts is as fast
@@ -42,9 +45,8 @@ def load_policy(spec: RunSpec, model_dir: Path) -> Any:
             f"fit trainer.micro_batch_tokens = {spec.trainer.micro_batch_tokens}; raise the latter"
         )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    experts = EXPERTS[device.type]
     try:
-        model = load_model(model_dir, attention=spec.trainer.attention, experts=experts)
+        model = load_model(model_dir, attention=attention_of(spec), experts=EXPERTS[device.type])
     except (ValueError, OSError, ImportError) as error:
         raise ConfigurationError(
             f"{model_dir} cannot be loaded with trainer.attention = {spec.trainer.attention!r}: "
@@ -54,7 +56,32 @@ def load_policy(spec: RunSpec, model_dir: Path) -> Any:
     _refuse_short_windows(spec, model.config)
     model.to(device).eval().requires_grad_(True)
     _refuse_foreign_head(model, lambda: prepare_packing(spec, model))
+    if spec.trainer.compile:
+        compile_layers(model)
+    if spec.trainer.activation_checkpointing:
+        recompute_layers(model)
     return model
+
+
+def attention_of(spec: RunSpec) -> str:
+    """``trainer.attention`` by the name that transformers knows."""
+    return "sdpa" if spec.trainer.attention == "flash" else spec.trainer.attention
+
+
+def scorer_of(
+    spec: RunSpec, model: Any, routing: Routing | None = None, body: ShardedBody | None = None
+) -> Scorer:
+    """How the run ``spec`` computes a loaded ``model``; see ``Scorer.of``."""
+    on_gpu = model.get_output_embeddings().weight.is_cuda
+    return Scorer.of(
+        model,
+        spec.inference.temperature,
+        chunk_tokens(spec, on_gpu=on_gpu),
+        getattr(torch, spec.trainer.compute_dtype),
+        routing,
+        body,
+        spec.core.max_context_length if spec.trainer.compile else None,
+    )
 
 
 def load_model(
@@ -78,12 +105,12 @@ def load_model(
     )
 
 
-def describe_trainer(spec: RunSpec, model: Any, resident_bytes: int) -> dict[str, Any]:
-    """Data types and memory: what ``trainer_bytes`` expects beside what is observed."""
-    parameters = sum(p.numel() for p in model.parameters())
-    vocabulary = model.get_output_embeddings().weight.shape[0]
+def describe_trainer(
+    spec: RunSpec, model: Any, estimated_bytes: int, resident_bytes: int
+) -> dict[str, Any]:
+    """Data types, how layers are computed, and memory: expected at the peak, and seen by now."""
     return {
-        "parameters": parameters,
+        "parameters": sum(p.numel() for p in model.parameters()),
         "master_dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
         "optimizer_dtype": "float32",
         "compute_dtype": spec.trainer.compute_dtype,
@@ -91,7 +118,9 @@ def describe_trainer(spec: RunSpec, model: Any, resident_bytes: int) -> dict[str
         "attention": spec.trainer.attention,
         "device": str(next(model.parameters()).device),
         "threads": torch.get_num_threads(),
-        "estimated_bytes": sum(trainer_bytes(spec, parameters, vocabulary)),
+        "activation_checkpointing": spec.trainer.activation_checkpointing,
+        "compile": spec.trainer.compile,
+        "estimated_bytes": estimated_bytes,
         "resident_bytes": resident_bytes,
     }
 

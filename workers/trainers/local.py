@@ -6,13 +6,11 @@ clip, AdamW. The log-probs of the first step's own forward are its old log-probs
 exactly 1.
 """
 
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 import structlog
 import torch
 
@@ -28,8 +26,9 @@ from models.sample import SampleGroup
 from models.update import UpdateReport
 from workers.trainers.batch import StepPlan, TrainingBatch, plan_steps, update_seed
 from workers.trainers.contract_file import ContractFile
+from workers.trainers.device_memory import PeakMemory, resident_bytes
 from workers.trainers.export import ExportProbe, export_hf
-from workers.trainers.load import describe_trainer, load_policy
+from workers.trainers.load import describe_trainer, load_policy, scorer_of
 from workers.trainers.logprobs import Scorer
 from workers.trainers.normalization import Normalization
 from workers.trainers.optimizer_step import OptimizerStep
@@ -87,6 +86,7 @@ class LocalTrainer:
         self._dtype = getattr(torch, spec.trainer.compute_dtype)
         self._schedule = LearningRate.of(spec)
         self.model: Any = load_policy(spec, model_dir)
+        self._memory = PeakMemory(spec, self.model)
         self._routing = Routing.of(spec, self.model)
         self._layout = RowLayout(self.model, spec.trainer.micro_batch_tokens, self._routing)
         self._scorer = self._scorer_of(self.model, self._routing)
@@ -111,7 +111,8 @@ class LocalTrainer:
 
     def describe(self) -> dict[str, Any]:
         """Data types, parameter count, estimated and observed memory."""
-        return describe_trainer(self.spec, self.model, _resident_bytes())
+        expected = self._memory.expected_bytes
+        return describe_trainer(self.spec, self.model, expected, resident_bytes())
 
     @property
     def export_num_bytes(self) -> int:
@@ -135,6 +136,7 @@ class LocalTrainer:
         started, cpu = time.perf_counter(), time.process_time()
         seed = update_seed(self.spec.data.seed, update)
         torch.manual_seed(seed)
+        self._memory.begin()
         with agreed(self.ranks):
             batch = self._accept(groups)
             lag = batch.versions.lag(self.policy_version, self.spec.max_group_age)
@@ -150,6 +152,7 @@ class LocalTrainer:
         report = self._report(update, batch_sha256, len(steps), started)
         metrics = {
             **extra,
+            **self._memory.conclude(update, self._judge.append),
             **advantage_metrics(batch),
             **self._clock_metrics(report, lag, time.process_time() - cpu),
         }
@@ -226,9 +229,8 @@ class LocalTrainer:
         return report
 
     def _scorer_of(self, model: Any, routing: Routing | None = None) -> Scorer:
-        chunk = self.spec.trainer.logprob_chunk_tokens
         body = shard(model, self._dtype) if self.ranks.world > 1 else None
-        return Scorer.of(model, self.spec.inference.temperature, chunk, self._dtype, routing, body)
+        return scorer_of(self.spec, model, routing, body)
 
     def _accept(self, groups: Sequence[SampleGroup]) -> TrainingBatch:
         batch = TrainingBatch.of(groups)
@@ -355,9 +357,6 @@ class LocalTrainer:
         tally.reduce(self.ranks)
         settings = self._judge.settings
         rows = tally.metrics(uses_tis=settings.use_tis, uses_kl=settings.kl_coef != 0)
-        if self._scorer.device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(self._scorer.device)
-            rows["train/packing/rank0_peak_allocated_bytes"] = float(peak)
         active = rows["train/active_response_tokens"]
         return rows | rate_metrics(tally.model_tokens, active, seconds, self.ranks.world)
 
@@ -369,7 +368,7 @@ class LocalTrainer:
             optimizer_steps=steps,
             no_signal=steps == 0,
             seconds=time.perf_counter() - started,
-            resident_bytes=_resident_bytes(),
+            resident_bytes=resident_bytes(),
         )
 
     def _clock_metrics(self, report: UpdateReport, lag: int, cpu: float) -> dict[str, float]:
@@ -394,7 +393,3 @@ class LocalTrainer:
                 f"update {self.next_update} broke off after {self._steps_into_update} of "
                 f"{self.spec.steps_per_update} optimizer steps; restore the newest checkpoint"
             )
-
-
-def _resident_bytes() -> int:
-    return int(psutil.Process(os.getpid()).memory_info().rss)

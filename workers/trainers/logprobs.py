@@ -3,10 +3,7 @@
 The transformer body runs once over the packed rows; the language-model head then runs over chunks
 of ``chunk_tokens`` scored positions. In training a chunk's loss is differentiated by hand through
 the log-softmax and its logits are freed before the next chunk starts; the gradient at the body's
-output is collected and the body is differentiated once. With z = logits / temperature,
-p = softmax(z), H = -sum(p log p):
-
-    d log p_t / d z_j = [j = t] - p_j          d H / d z_j = -p_j (log p_j + H)
+output is collected and the body is differentiated once.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,12 +15,12 @@ import torch
 from torch import Tensor
 
 from workers.trainers.document_attention import BLOCKS, DocumentBlocks, takes_blocks
+from workers.trainers.log_softmax import CompiledSoftmax, LogSoftmax, SlicedSoftmax
 from workers.trainers.packing import MicroBatch
 from workers.trainers.replay_check import Phase
 from workers.trainers.routing import Routing
 from workers.trainers.sharded import ShardedBody
-
-_SLICE_ELEMENTS = 1 << 21  # float32 temporaries of this size stay in the processor's cache
+from workers.trainers.varlen_attention import Bounds
 
 ChunkLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(log-probs [n], entropies [n], token index [n]) -> scalar loss of the chunk."""
@@ -38,13 +35,15 @@ class Scorer:
 
     body: Any
     head: Any
-    temperature: float
+    softmax: LogSoftmax
     chunk_tokens: int
     dtype: torch.dtype
     device: torch.device
     routing: Routing
     within_documents: bool
     """Whether the body takes the ends of documents instead of a mask."""
+    longest_document: int | None
+    """Of a compiled body: most tokens of a document."""
 
     @classmethod
     def of(
@@ -55,24 +54,29 @@ class Scorer:
         dtype: torch.dtype,
         routing: Routing | None = None,
         body: ShardedBody | None = None,
+        longest_document: int | None = None,
     ) -> "Scorer":
         """Split a transformers causal LM into its base model and its output embeddings.
 
         Without ``routing`` a mixture of experts goes by its own routers and nobody counts.
         ``body``: of a model that is dealt to several ranks. Then every call is one of all ranks.
+        ``longest_document``: of a model with compiled layers; the log-softmax is compiled as well.
         """
         head = model.get_output_embeddings()
-        called = model.base_model if body is None else body
         device = head.weight.device
+        softmax: LogSoftmax = SlicedSoftmax(temperature, head.weight.shape[0], device)
+        if longest_document is not None:
+            softmax = CompiledSoftmax(temperature)
         return cls(
-            called,
-            head,
-            temperature,
-            chunk_tokens,
-            dtype,
-            device,
-            routing or Routing(),
-            takes_blocks(model),
+            body=model.base_model if body is None else body,
+            head=head,
+            softmax=softmax,
+            chunk_tokens=chunk_tokens,
+            dtype=dtype,
+            device=device,
+            routing=routing or Routing(),
+            within_documents=takes_blocks(model),
+            longest_document=longest_document,
         )
 
     def score(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -80,17 +84,7 @@ class Scorer:
         batch = batch.to(self.device)
         replayed = self.routing.micro_batch(batch, Phase.SCORING)
         with self._released(), torch.no_grad(), self._autocast(), replayed:
-            hidden = self._hidden(batch)
-            pieces = [
-                _log_softmax_stats(self.head(h), targets, self.temperature)[:2]
-                for h, targets in zip(
-                    hidden.split(self.chunk_tokens),
-                    batch.targets.split(self.chunk_tokens),
-                    strict=True,
-                )
-            ]
-        logprobs, entropies = zip(*pieces, strict=True)
-        return torch.cat(logprobs), torch.cat(entropies)
+            return self._statistics(self._hidden(batch), batch)
 
     def logits(self, batch: MicroBatch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Chunks of (logits [n, V] before the temperature, targets [n], token index [n])."""
@@ -140,7 +134,9 @@ class Scorer:
             self.routing.forward_ended()
             leaf = hidden.detach().requires_grad_()
             if look is not None:
-                look(self._logprobs(leaf.detach(), batch), batch.token_index)
+                with torch.no_grad():
+                    logprobs, _ = self._statistics(leaf, batch)
+                look(logprobs, batch.token_index)
             chunks = zip(
                 leaf.split(self.chunk_tokens),
                 batch.targets.split(self.chunk_tokens),
@@ -155,23 +151,25 @@ class Scorer:
                 del logits
         hidden.backward(leaf.grad)
 
-    def _logprobs(self, hidden: Tensor, batch: MicroBatch) -> Tensor:
-        """Log-probs [N] of the batch's tokens from the body's output, chunk by chunk."""
+    def _statistics(self, hidden: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies [N] of the batch's tokens from the body's output."""
+        pieces = []
         chunks = zip(
             hidden.split(self.chunk_tokens), batch.targets.split(self.chunk_tokens), strict=True
         )
-        with torch.no_grad():
-            pieces = [
-                _log_softmax_stats(self.head(h), targets, self.temperature)[0]
-                for h, targets in chunks
-            ]
-        return torch.cat(pieces)
+        for h, targets in chunks:
+            logits = self.head(h)
+            rows = self.softmax.rows
+            for part, part_targets in zip(logits.split(rows), targets.split(rows), strict=True):
+                pieces.append(self.softmax.forward(part, part_targets)[:2])
+        logprobs, entropies = zip(*pieces, strict=True)
+        return torch.cat(logprobs), torch.cat(entropies)
 
     def _hidden(self, batch: MicroBatch) -> Tensor:
         """Body output [N, H] at the positions that predict the scored tokens."""
         seen: dict[str, Any] = {}
         if batch.document_lengths and self.within_documents:
-            seen[BLOCKS] = DocumentBlocks(batch.document_lengths, self.device)
+            seen[BLOCKS] = self._documents(batch.document_lengths)
         else:
             seen["attention_mask"] = batch.attention_bias(self.dtype)
         out = self.body(
@@ -180,32 +178,27 @@ class Scorer:
         hidden: Tensor = out.last_hidden_state
         return hidden.flatten(0, 1).index_select(0, batch.predictors)
 
+    def _documents(self, lengths: tuple[int, ...]) -> DocumentBlocks | Bounds:
+        """What tells the body where documents begin; compiled code is made for one kernel."""
+        if self.longest_document is None:
+            return DocumentBlocks(lengths, self.device)
+        return Bounds.of(lengths, self.device, self.longest_document)
+
     def _logits_to_gradient(
         self, logits: Tensor, targets: Tensor, index: Tensor, loss: ChunkLoss
     ) -> None:
-        """Overwrite logits [n, V] by the loss's gradient at them, a few rows at a time."""
-        rows = max(1, _SLICE_ELEMENTS // logits.shape[-1])
+        """Overwrite logits [n, V] by the loss's gradient at them, a slice of rows at a time."""
+        rows = self.softmax.rows
         slices = zip(logits.split(rows), targets.split(rows), index.split(rows), strict=True)
         for part, part_targets, part_index in slices:
-            logprobs, entropies, log_p = _log_softmax_stats(part, part_targets, self.temperature)
-            logprobs.requires_grad_()
-            entropies.requires_grad_()
+            logprobs, entropies, kept = self.softmax.forward(part, part_targets)
+            logprobs, entropies = logprobs.requires_grad_(), entropies.requires_grad_()
             with torch.enable_grad(), torch.autocast(self.device.type, enabled=False):
                 value = loss(logprobs, entropies, part_index)
-            d_logprob, d_entropy = torch.autograd.grad(
-                value, (logprobs, entropies), allow_unused=True, materialize_grads=True
+            d_logprob, d_entropy = _gradients(value, logprobs, entropies)
+            self.softmax.backward(
+                part, part_targets, kept, entropies.detach(), d_logprob, d_entropy
             )
-            with torch.no_grad():
-                part.copy_(
-                    _through_log_softmax(
-                        log_p,
-                        entropies.detach(),
-                        part_targets,
-                        d_logprob,
-                        d_entropy,
-                        self.temperature,
-                    )
-                )
 
     @contextmanager
     def _released(self) -> Iterator[None]:
@@ -222,35 +215,10 @@ class Scorer:
         )
 
 
-@torch.no_grad()
-def _log_softmax_stats(
-    logits: Tensor, targets: Tensor, temperature: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probs [n] of ``targets``, entropies [n] and all log-probs [n, V].
-
-    In float32, or in float64 if the logits are.
-    """
-    exact = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    scaled = logits if temperature == 1.0 else logits.to(exact) / temperature
-    with torch.autocast(logits.device.type, enabled=False):  # it would round the sums to bfloat16
-        log_p = torch.log_softmax(scaled, -1, dtype=exact)
-        entropies = -torch.linalg.vecdot(log_p.exp(), log_p)
-    return log_p.gather(-1, targets[:, None])[:, 0], entropies, log_p
-
-
-def _through_log_softmax(
-    log_p: Tensor,
-    entropies: Tensor,
-    targets: Tensor,
-    d_logprob: Tensor,
-    d_entropy: Tensor,
-    temperature: float,
-) -> Tensor:
-    """Gradient [n, V] at the logits; overwrites ``log_p``."""
-    if bool((d_entropy == 0).all()):
-        gradient = log_p.exp_().mul_(-d_logprob[:, None])
-    else:
-        factor = -d_logprob[:, None] - d_entropy[:, None] * (log_p + entropies[:, None])
-        gradient = log_p.exp_().mul_(factor)
-    gradient.scatter_add_(1, targets[:, None], d_logprob[:, None])
-    return gradient if temperature == 1.0 else gradient.div_(temperature)
+def _gradients(value: Tensor, logprobs: Tensor, entropies: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Gradients of ``value`` [] at both, [n]; None for entropies that it does not depend on."""
+    found: tuple[Tensor | None, ...] = torch.autograd.grad(
+        value, (logprobs, entropies), allow_unused=True
+    )
+    at_logprobs, at_entropies = found
+    return torch.zeros_like(logprobs) if at_logprobs is None else at_logprobs, at_entropies

@@ -88,16 +88,23 @@ class MicroBatch:
         if self.input_ids.device == device:
             return self
         return MicroBatch(
-            input_ids=self.input_ids.to(device),
-            position_ids=self.position_ids.to(device),
-            segments=self.segments.to(device),
-            predictors=self.predictors.to(device),
-            targets=self.targets.to(device),
-            token_index=self.token_index.to(device),
+            input_ids=on_device(self.input_ids, device),
+            position_ids=on_device(self.position_ids, device),
+            segments=on_device(self.segments, device),
+            predictors=on_device(self.predictors, device),
+            targets=on_device(self.targets, device),
+            token_index=on_device(self.token_index, device),
             num_model_tokens=self.num_model_tokens,
             document_lengths=self.document_lengths,
             route_tables=self.route_tables,
         )
+
+
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy on ``device``; to a GPU it is made while this process goes on."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def filler() -> MicroBatch:

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from configs.run import RunSpec
-from workers.trainers.load import EXPERTS, load_model
+from workers.trainers.decoder_layers import compile_layers
+from workers.trainers.load import EXPERTS, attention_of, load_model
 from workers.trainers.row_layout import prepare_packing
 
 
@@ -18,7 +19,9 @@ def load_reference(spec: RunSpec, model_dir: Path, device: torch.device) -> Any 
     """
     if spec.training.kl_loss_coef == 0:
         return None
-    experts = EXPERTS[device.type]
-    model = load_model(model_dir, attention=spec.trainer.attention, experts=experts)
+    model = load_model(model_dir, attention=attention_of(spec), experts=EXPERTS[device.type])
+    model.to(device).eval().requires_grad_(False)
     prepare_packing(spec, model)
-    return model.to(device).eval().requires_grad_(False)
+    if spec.trainer.compile:
+        compile_layers(model)
+    return model

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from configs.run import RunSpec
 from models.errors import ConfigurationError, ContractViolation
-from workers.trainers.packing import MicroBatch
+from workers.trainers.packing import MicroBatch, on_device
 from workers.trainers.replay import RouteShape, route_rows
 from workers.trainers.replay_check import Phase, ReplayCheck
 from workers.trainers.routers import Router, find_routers
@@ -97,7 +97,7 @@ class Routing:
                 f"a micro-batch of {batch.input_ids.numel()} tokens has expert routes for "
                 f"{rows.shape[0]}"
             )
-        return rows.to(self._counts.device, torch.long).transpose(0, 1).contiguous()
+        return on_device(rows, self._counts.device).long().transpose(0, 1).contiguous()
 
     def _on_router(
         self, layer: int, router: Router, _module: nn.Module, _inputs: Any, output: Any

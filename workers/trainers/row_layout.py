@@ -15,6 +15,7 @@ from workers.trainers.ranks import Ranks, agreed
 from workers.trainers.replay import refuse_bad_routes
 from workers.trainers.routers import find_routers
 from workers.trainers.routing import Routing
+from workers.trainers.varlen_attention import head_size, kernel_takes
 
 Packing = Literal["shared_prompt", "documents"]
 
@@ -24,12 +25,18 @@ def prepare_packing(spec: RunSpec, model: Any) -> Packing:
 
     "shared_prompt" computes a prompt once for its samples, which is less work. With routers that
     would count its tokens, and need their routes, once for many samples: so they have "documents".
+    So have models for which there is the kernel for documents: a shared prompt needs a mask, which
+    makes attention cost the square of a whole row.
 
     Raises:
-        ConfigurationError: the layout does not go with the model, or a sample does not fit it.
+        ConfigurationError: the layout does not go with the model, or a sample does not fit it, or
+            what was asked for needs the kernel and the kernel does not take the model.
     """
     routed = bool(find_routers(model))
-    packing = spec.trainer.packing or ("documents" if routed else "shared_prompt")
+    dtype = getattr(torch, spec.trainer.compute_dtype)
+    kernel = spec.trainer.attention != "eager" and kernel_takes(model, dtype)
+    packing = spec.trainer.packing or ("documents" if routed or kernel else "shared_prompt")
+    _refuse_missing_kernel(spec, model, kernel=kernel and packing == "documents", routed=routed)
     if packing == "shared_prompt":
         if routed:
             raise ConfigurationError(
@@ -46,6 +53,27 @@ def prepare_packing(spec: RunSpec, model: Any) -> Packing:
         )
     use_document_attention(model)
     return packing
+
+
+def _refuse_missing_kernel(spec: RunSpec, model: Any, *, kernel: bool, routed: bool) -> None:
+    trainer, device = spec.trainer, next(model.parameters()).device.type
+    asking = {
+        'trainer.attention = "flash"': trainer.attention == "flash",
+        "trainer.compile": trainer.compile,
+    }
+    for key, asked in asking.items():
+        if asked and not kernel:
+            raise ConfigurationError(
+                f"{key} needs the attention kernel for documents: an NVIDIA GPU (Ampere or newer), "
+                "bfloat16, heads of at most 256 and a multiple of 8, trainer.packing = "
+                f'"documents"; here: {device}, {trainer.compute_dtype}, heads of '
+                f"{head_size(model.config)}, trainer.packing = {trainer.packing!r}; remove it"
+            )
+    if trainer.compile and routed:
+        raise ConfigurationError(
+            f"trainer.compile: {type(model).__name__} is a mixture of experts, whose routers are "
+            "counted and replayed between operations and cannot be compiled; remove it"
+        )
 
 
 class RowLayout:

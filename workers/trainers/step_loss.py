@@ -123,22 +123,27 @@ class StepLoss:
     def look(self, logprobs: Tensor, index: Tensor) -> None:
         """Note mean log-ratio and mean weight of every response of a micro-batch.
 
-        Responses are whole in a micro-batch, their tokens one after the other.
+        Responses are whole in a micro-batch.
         """
         tokens, settings = self._tokens, self._settings
-        _, counts = torch.unique_consecutive(tokens.sample[index], return_counts=True)
-        for own, places in zip(
-            logprobs.split(counts.tolist()), index.split(counts.tolist()), strict=True
-        ):
-            active = tokens.active[places]
-            old = self._old(own, places)
-            behavior = tokens.behavior[places]
-            anchor = behavior if settings.behavior_anchor else old
-            weight, _ = importance_weights(old[active], behavior[active], settings)
-            weight = weight.clamp(settings.tis_clip_low, settings.tis_clip)
-            if bool(active.any()):
-                self._sequence[0][places] = (own - anchor)[active].mean()
-                self._sequence[1][places] = weight.mean()
+        sample, active = tokens.sample[index], tokens.active[index]
+        old = self._old(logprobs, index)
+        behavior = tokens.behavior[index]
+        anchor = behavior if settings.behavior_anchor else old
+        weight, _ = importance_weights(old, behavior, settings)
+        weight = weight.clamp(settings.tis_clip_low, settings.tis_clip)
+        counts = self._per_sample(sample, active.to(old.dtype))
+        for place, values in enumerate((logprobs - anchor, weight)):
+            sums = self._per_sample(sample, torch.where(active, values, 0.0))
+            means = (sums / counts.clamp(min=1))[sample]
+            known = self._sequence[place][index]
+            means = torch.where(counts[sample] > 0, means, known.double())
+            self._sequence[place][index] = means.to(known.dtype)
+
+    def _per_sample(self, sample: Tensor, values: Tensor) -> Tensor:
+        """[S] float64 sums of ``values`` [n] of the samples ``sample`` [n]."""
+        sums = values.new_zeros(len(self._tokens.batch.samples), dtype=torch.float64)
+        return sums.index_add_(0, sample, values.double())
 
     def finish(self) -> tuple[float, float, float]:
         """Total, policy part and KL part of the loss, as far as this rank has them.

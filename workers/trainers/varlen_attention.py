@@ -7,14 +7,15 @@ GPUs only; ``kernel_dtype`` says whether it can be used.
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
+
+from workers.trainers.packing import on_device
 
 _CAUSAL = (-1, 0)  # keys of any distance to the left, none to the right
 _LARGEST_HEAD = 256
@@ -24,19 +25,23 @@ _GROUPED: dict[str, Any] = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """Where N documents begin and end. Made once for all layers: its making waits for the GPU."""
+class Bounds(NamedTuple):
+    """Where N documents begin and end. Made once for all layers."""
 
     offsets: Tensor  # [N + 1] int32, from 0 to the number of tokens
     longest: int
-    """Tokens of the longest document."""
+    """Tokens of the longest document, or more."""
 
     @classmethod
-    def of(cls, lengths: Sequence[int], device: torch.device) -> "Bounds":
-        """Of documents of ``lengths`` tokens, one after the other."""
-        offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
-        return cls(offsets, max(lengths))
+    def of(
+        cls, lengths: Sequence[int], device: torch.device, at_most: int | None = None
+    ) -> "Bounds":
+        """Of documents of ``lengths`` tokens, one after the other.
+
+        ``at_most``: what to take for the longest, lest compiled code be made for every value.
+        """
+        offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        return cls(on_device(offsets, device), at_most or max(lengths))
 
 
 def kernel_dtype(query: Tensor, value: Tensor) -> torch.dtype | None:
@@ -51,6 +56,26 @@ def kernel_dtype(query: Tensor, value: Tensor) -> torch.dtype | None:
         return None
     cast_to = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else query.dtype
     return cast_to if cast_to in (torch.bfloat16, torch.float16) else None
+
+
+def head_size(config: Any) -> int:
+    """Of a transformers configuration."""
+    size: int = getattr(config, "head_dim", None) or (
+        config.hidden_size // config.num_attention_heads
+    )
+    return size
+
+
+def kernel_takes(model: Any, dtype: torch.dtype) -> bool:
+    """Whether every attention layer of a transformers model will be computed by the kernel.
+
+    ``dtype``: of products.
+    """
+    parameter, size = next(model.parameters()), head_size(model.config)
+    if getattr(model.config, "attn_logit_softcapping", None):
+        return False
+    fits = size % 8 == 0 and size <= _LARGEST_HEAD and dtype in (torch.bfloat16, torch.float16)
+    return fits and bool(parameter.is_cuda) and _has_kernel(parameter.device)
 
 
 def attend(
