@@ -21,7 +21,7 @@ import pytest
 
 from tests.support.engine_model import CONFIG, GPU_SIZES, write_engine_model
 from tests.support.served_engine import DEADLINE_S, ServedEngine
-from tests.support.sglang_server import sees_gpu, sglang_python, sglang_server
+from tests.support.sglang_server import MAX_QUEUED, sees_gpu, sglang_python, sglang_server
 
 SGLANG_START_S = 300
 BFLOAT16_TOLERANCE = 0.3
@@ -36,6 +36,7 @@ class EngineProcess:
     url: str
     folders: tuple[Path, Path]
     config: dict[str, Any]
+    max_queued: int = 4
     tolerance: float = 1e-4
 
 
@@ -86,8 +87,8 @@ def sglang_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineP
         write_engine_model(root / "v1", 1, **sizes),
     )
     tolerance = BFLOAT16_TOLERANCE if on_gpu else 1e-4
-    with sglang_server(folders[0], root / "server.log") as server:
-        yield EngineProcess("sglang", server.url, folders, CONFIG | sizes, tolerance)
+    with sglang_server(folders[0], root) as url:
+        yield EngineProcess("sglang", url, folders, CONFIG | sizes, MAX_QUEUED, tolerance)
 
 
 @asynccontextmanager
@@ -97,7 +98,12 @@ async def client_of(served: EngineProcess) -> AsyncIterator[ServedEngine]:
         base_url=served.url, timeout=DEADLINE_S, trust_env=False
     ) as client:
         made = ServedEngine(
-            served.kind, client, served.folders, dict(served.config), served.tolerance
+            served.kind,
+            client,
+            served.folders,
+            dict(served.config),
+            served.max_queued,
+            served.tolerance,
         )
         yield made
         await made.restore()

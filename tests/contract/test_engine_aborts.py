@@ -41,8 +41,9 @@ async def test_an_abort_ends_what_its_id_prefixes(any_engine: ServedEngine) -> N
 async def test_queue_full_and_abort_in_the_queue(any_engine: ServedEngine) -> None:
     running = [any_engine.long_call(f"run{number}") for number in range(4)]
     await any_engine.until_load(running=4)
-    queued = [any_engine.long_call(f"que{number}", return_logprob=False) for number in range(4)]
-    await any_engine.until_load(running=4, waiting=4)
+    room = any_engine.max_queued
+    queued = [any_engine.long_call(f"que{number}", return_logprob=False) for number in range(room)]
+    await any_engine.until_load(running=4, waiting=room)
     refused = await any_engine.http.post("/generate", json=any_engine.body())
     assert refused.status_code == 503
     told = refused.json()

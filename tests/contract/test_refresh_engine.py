@@ -24,7 +24,8 @@ from tests.support.served_engine import ServedEngine
 
 DEADLINE_S = 50.0
 PROMPT = tuple(range(40, 52))
-BUDGET = 500
+BUDGETS = {"native": 500, "sglang": 2000}
+"""Tokens of a response, so that its engine is seen at work: one tells its load once a second."""
 TEMPERATURE = 0.8
 ROUNDING = 1e-4
 """Of float32. An engine in bfloat16 is held to its mean gap."""
@@ -35,7 +36,9 @@ Array = np.ndarray[Any, Any]
 async def one_engine(any_engine: ServedEngine) -> AsyncIterator[tuple[EngineClient, Route]]:
     """The engine on version 0, for control calls and as a group's route."""
     control = EngineClient(str(any_engine.http.base_url))
+    await control.pause("abort")
     await control.update_weights_from_disk(str(any_engine.folders[0]), 0, DEADLINE_S)
+    await control.resume()
     pool = EnginePool(partial(EngineClient, vocab_size=320, context_length=4096))
     await pool.set_engines((control.url,))
     try:
@@ -46,7 +49,7 @@ async def one_engine(any_engine: ServedEngine) -> AsyncIterator[tuple[EngineClie
         await control.aclose()
 
 
-def response(policy: ServedPolicy, number: int, budget: int = BUDGET) -> SegmentedResponse:
+def response(policy: ServedPolicy, number: int, budget: int) -> SegmentedResponse:
     task = ResponseTask(
         where=f"prompt group 0, sample {number}",
         prompt_token_ids=PROMPT,
@@ -84,9 +87,9 @@ class Reference:
         return logprobs.numpy(), best.indices[..., :2].numpy(), clear.numpy()
 
 
-def check(made: Response, references: dict[int, Reference]) -> None:
+def check(made: Response, budget: int, references: dict[int, Reference]) -> None:
     """Log-probs of each span under its own weights, routes under the last ones."""
-    assert len(made.token_ids) == len(made.logprobs) == BUDGET
+    assert len(made.token_ids) == len(made.logprobs) == budget
     assert made.finish_reason is FinishReason.LENGTH
     told = np.array(made.logprobs)
     exact = references[0].tolerance <= ROUNDING
@@ -98,7 +101,7 @@ def check(made: Response, references: dict[int, Reference]) -> None:
         other, _, _ = references[1 - span.version].score(made.token_ids)
         assert abs(told[part] - other[part]).mean() > 100 * ROUNDING, "the weights must differ"
     assert made.routed_experts is not None
-    shape = (len(PROMPT) + BUDGET - 1, 2, 2)
+    shape = (len(PROMPT) + budget - 1, 2, 2)
     routes = np.frombuffer(made.routed_experts, np.int32).reshape(shape)
     _, expected_routes, clear = references[made.spans[-1].version].score(made.token_ids)
     assert not exact or clear.mean() > 0.99
@@ -108,10 +111,12 @@ def check(made: Response, references: dict[int, Reference]) -> None:
 async def test_running_and_queued_responses_go_on_under_new_weights(
     any_engine: ServedEngine,
 ) -> None:
-    policy = ServedPolicy(0)
+    policy, budget = ServedPolicy(0), BUDGETS[any_engine.kind]
     async with one_engine(any_engine) as (control, route), asyncio.timeout(DEADLINE_S):
         # Four run and two wait in the engine's queue.
-        calls = [asyncio.create_task(response(policy, each).generate(route)) for each in range(6)]
+        calls = [
+            asyncio.create_task(response(policy, each, budget).generate(route)) for each in range(6)
+        ]
         await any_engine.until_load(running=4, waiting=2)
         policy.begin(1, holds=True)
         await control.pause("abort")
@@ -125,15 +130,15 @@ async def test_running_and_queued_responses_go_on_under_new_weights(
     assert (len(mixed), len(fresh)) == (4, 2)
     for each in mixed:
         cut = each.spans[0].end
-        assert 0 < cut < BUDGET
-        assert each.spans == [TokenSpan(0, 0, cut), TokenSpan(1, cut, BUDGET)]
-    assert all(each.spans == [TokenSpan(1, 0, BUDGET)] for each in fresh)
+        assert 0 < cut < budget
+        assert each.spans == [TokenSpan(0, 0, cut), TokenSpan(1, cut, budget)]
+    assert all(each.spans == [TokenSpan(1, 0, budget)] for each in fresh)
     references = {
         version: Reference(folder, any_engine.tolerance)
         for version, folder in enumerate(any_engine.folders)
     }
     for each in made:
-        check(each, references)
+        check(each, budget, references)
 
 
 async def test_a_call_that_was_aborted_at_the_gate_is_sent_again(any_engine: ServedEngine) -> None:

@@ -24,6 +24,7 @@ class ServedEngine:
     http: httpx.AsyncClient
     folders: tuple[Path, Path]
     config: dict[str, Any]
+    max_queued: int = 4
     tolerance: float = 1e-4
     """Of log-probs that are computed in another order."""
 
@@ -97,7 +98,14 @@ class ServedEngine:
         return dict(answer.json()["ranks"][0]["checksums"])
 
     async def restore(self) -> None:
-        """Open, idle and on its first weights again."""
+        """Open, idle and on its first weights again.
+
+        Idle before the update: its flush ends an SGLang server that still has a running request,
+        also one whose client is gone.
+        """
         await self.http.post("/continue_generation", json={})
-        await self.http.post("/abort_request", json={"abort_all": True})
+        await self.http.post("/pause_generation", json={"mode": "abort"})
+        flushed = await self.http.post(f"/flush_cache?timeout={DEADLINE_S:g}")
+        assert flushed.status_code == 200, flushed.text
         assert (await self.update(self.folders[0], "default")).status_code == 200
+        await self.http.post("/continue_generation", json={})

@@ -1,48 +1,51 @@
-"""A real SGLang server for the contract tests, started from an environment of its own.
+"""A real SGLang engine for the contract tests, started as a run starts one.
 
 ``PERDURE_SGLANG_PYTHON`` names an interpreter that has SGLang; otherwise ``.venv-sglang``, which
 ``scripts/setup-sglang-cpu`` makes, is looked for. Where torch of that interpreter sees a GPU, the
 server uses it.
 """
 
+import json
 import os
 import signal
-import socket
 import subprocess
+import sys
 import time
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
-import httpx
+from configs.load import resolve_document
+from configs.run import RunSpec
+from workers.engines.sglang.arguments import server_arguments, server_environment
+from workers.engines.sglang.installed import PYTHON_VARIABLE
 
 ROOT = Path(__file__).parents[2]
+RECIPE = ROOT / "configs" / "recipes" / "tiny.toml"
 START_DEADLINE_S = 240.0
 """A first start on a GPU compiles kernels for over a minute."""
 STOP_DEADLINE_S = 20.0
 PROBE_DEADLINE_S = 60.0
 LOG_LINES = 30
-ON_CPU = (
-    *("--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32"),
-    "--disable-cuda-graph",
-)
-ON_GPU = (
-    *("--attention-backend", "triton", "--dtype", "bfloat16", "--mem-fraction-static", "0.2"),
-    *("--cuda-graph-backend-decode=disabled", "--cuda-graph-backend-prefill=disabled"),
-    "--enable-deterministic-inference",
-)
-LIMITS = (
-    *("--max-running-requests", "4", "--max-queued-requests", "4"),
-    *("--max-total-tokens", "20000", "--sampling-backend", "pytorch"),
-    *("--skip-server-warmup", "--enable-return-routed-experts", "--enable-metrics"),
-)
+CONTEXT_LENGTH = 4090
+"""Of a run. The server keeps six more positions, which makes the 4096 of the model."""
+MAX_QUEUED = 8
+"""As many as a test sends at once: all count as queued when they arrive."""
+SERVER = {"enable_metrics": True, "skip_server_warmup": True}
+ON_CPU = {"max_total_tokens": 20_000}
+ON_GPU = {
+    "attention_backend": "triton",
+    "mem_fraction_static": 0.2,
+    "disable_prefill_cuda_graph": True,
+}
 
 
 def sglang_python() -> str | None:
     """The interpreter that has SGLang, None when there is none."""
-    named = os.environ.get("PERDURE_SGLANG_PYTHON")
+    named = os.environ.get(PYTHON_VARIABLE)
     if named:
         return named
     made = ROOT / ".venv-sglang" / "bin" / "python"
@@ -59,60 +62,59 @@ def sees_gpu(python: str) -> bool:
     return done.returncode == 0
 
 
-@dataclass(frozen=True, slots=True)
-class SglangServer:
-    """A server that answers."""
-
-    url: str
-    process: "subprocess.Popen[bytes]"
-    log: Path
+def run_file(on_gpu: bool) -> RunSpec:
+    """A run whose engines compute four requests and hold eight more."""
+    document = tomllib.loads(RECIPE.read_text())
+    document["placement"] = {"mode": "disaggregated" if on_gpu else "cpu"}
+    document["inference"] |= {
+        "engine": "sglang",
+        "dtype": "bfloat16" if on_gpu else "float32",
+        "deterministic": on_gpu,
+        "server_concurrency": MAX_QUEUED,
+        "max_running_requests": 4,
+        "max_queued_requests": MAX_QUEUED,
+        "sglang": SERVER | (ON_GPU if on_gpu else ON_CPU),
+    }
+    document["output"]["root"] = "/nowhere"
+    spec = resolve_document(document, origin=RECIPE.name).spec
+    core = spec.core.model_copy(update={"max_context_length": CONTEXT_LENGTH})
+    return spec.model_copy(update={"core": core})
 
 
 @contextmanager
-def sglang_server(
-    model: Path, log: Path, *extra: str, **environment: str
-) -> Iterator[SglangServer]:
-    """Serve ``model`` until the block ends; its process group is killed then."""
+def sglang_server(model: Path, root: Path, **environment: str) -> Iterator[str]:
+    """Serve ``model`` and give the URL; the server has ended when the block has."""
     python = sglang_python()
     assert python is not None, "no interpreter has SGLang"
-    on_gpu = sees_gpu(python)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [python, "-m", "sglang.launch_server", "--model-path", str(model)]
-    command += ["--host", "127.0.0.1", "--port", str(port), *LIMITS]
-    command += [*(ON_GPU if on_gpu else ON_CPU), *extra]
-    told = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
-    told |= {"SGLANG_TIMEOUT_KEEP_ALIVE": "60"} | ({} if on_gpu else {"SGLANG_USE_CPU_ENGINE": "1"})
+    spec = run_file(sees_gpu(python))
+    config: dict[str, Any] = json.loads((model / "config.json").read_bytes())
+    arguments = server_arguments(spec, model, config, with_routes=True)
+    ready, log = root / "engine.json", root / "engine.log"
+    command = [sys.executable, "-m", "workers.engines.sglang", "--exit-with-parent"]
+    command += ["--arguments", json.dumps(arguments), "--ready-file", str(ready)]
+    told = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", PYTHON_VARIABLE: python}
     with log.open("wb") as out:
         process = subprocess.Popen(
             command,
-            env=os.environ | told | environment,
+            cwd=ROOT,
+            env=os.environ | server_environment(spec) | told | environment,
             stdout=out,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
         )
     try:
-        url = f"http://127.0.0.1:{port}"
-        _wait_until_healthy(process, url, log)
-        yield SglangServer(url, process, log)
+        yield _url_when_ready(process, ready, log)
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
+        process.send_signal(signal.SIGTERM)
         process.wait(STOP_DEADLINE_S)
 
 
-def _wait_until_healthy(process: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
+def _url_when_ready(process: "subprocess.Popen[bytes]", ready: Path, log: Path) -> str:
     deadline = time.monotonic() + START_DEADLINE_S
-    with httpx.Client(base_url=url, trust_env=False, timeout=5) as client:
-        while time.monotonic() < deadline:
-            assert process.poll() is None, f"SGLang ended at its start:\n{_tail(log)}"
-            try:
-                if client.get("/health").status_code == 200:
-                    return
-            except httpx.TransportError:
-                pass
-            time.sleep(0.2)
-    raise AssertionError(f"SGLang is not ready after {START_DEADLINE_S:g} s:\n{_tail(log)}")
+    while not ready.exists():
+        assert process.poll() is None, f"SGLang ended at its start:\n{_tail(log)}"
+        assert time.monotonic() < deadline, f"SGLang is not ready:\n{_tail(log)}"
+        time.sleep(0.05)
+    return str(json.loads(ready.read_text())["url"])
 
 
 def _tail(log: Path) -> str:

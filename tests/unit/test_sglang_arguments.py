@@ -31,7 +31,7 @@ QWEN3_06B = {
 ALWAYS = {
     "model_path": "/models/m",
     "dtype": "float32",
-    "context_length": 128,
+    "context_length": 128 + 6,
     "max_running_requests": 256,
     "max_queued_requests": 4096,
     "stream_interval": 1,

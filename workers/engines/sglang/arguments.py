@@ -8,6 +8,9 @@ from configs.run import RunSpec
 
 COLOCATED_FRACTION = 0.5
 """Share of a GPU for weights and keys and values of an engine that a trainer lives beside."""
+CONTEXT_MARGIN = 6
+"""Positions that SGLang keeps to itself: it refuses an input that leaves fewer, and cuts a response
+that would reach the last two. A run's longest prompt and response must fit without them."""
 KEEP_ALIVE_S = 60
 """SGLang's own 5 s would close an idle connection of a pooled client under it."""
 
@@ -42,7 +45,7 @@ def server_arguments(
     arguments: dict[str, Argument] = {
         "model_path": str(model),
         "dtype": inference.dtype,
-        "context_length": spec.core.max_context_length,
+        "context_length": spec.core.max_context_length + CONTEXT_MARGIN,
         "max_running_requests": inference.max_running_requests,
         "max_queued_requests": inference.max_queued_requests,
         # Tokens that are not handed over yet are lost to a request that is retracted and aborted.
@@ -73,6 +76,8 @@ def server_environment(spec: RunSpec) -> dict[str, str]:
         "SGLANG_REQ_RUNNING_TIMEOUT": "-1",
         # SIGTERM would wait for the last request, without a limit.
         "SGL_FORCE_SHUTDOWN": "1",
+        # The margin may go beyond the model's positions; no token ever has one of those.
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
         # The model folder is local; nothing is looked up on the network.
         "HF_HUB_OFFLINE": "1",
         # What the server defaults to as a library, and what a trainer's group must match.
