@@ -1,7 +1,8 @@
 """Keeping engines alive under a long call: a dead one is replaced, loaded, verified, routed to.
 
-Dead means: its process ended, or the router of a fully async run does not route to it although it
-lives, because it hangs or says that it serves other weights. A router that died or does not answer
+Dead means: its process ended, or it lives and hangs, or the router of a fully async run does not
+route to it because it says that it serves other weights. Who hangs is told by the router, and in a
+run without one by looks at the engines while they are needed. A router that died or does not answer
 is replaced with the engines; it starts without a table and gets one.
 
 Two workers may heal one run at once, each with its own lock. Both start engines under the same
@@ -12,13 +13,15 @@ follows the name to the survivor. Work is wasted, nothing is served that was not
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import structlog
 
+from activities.engine_health import EngineHealth
 from activities.loading import LoadOrder, load_engines, update_timeout_s
 from activities.routing import connected_router, route
 from activities.site import Site
+from activities.wire.health import INTERVAL_S
 from configs.run import RunSpec
 from models.errors import EngineLost, PerdureError, ServiceUnreachable
 from models.ids import FenceToken, RunRef
@@ -37,24 +40,31 @@ _log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
 
-async def restart_engines(site: Site, run: RunRef, token: FenceToken) -> tuple[EngineHandle, ...]:
+async def restart_engines(
+    site: Site, run: RunRef, token: FenceToken, hung: Sequence[str] = ()
+) -> tuple[EngineHandle, ...]:
     """Replace engines that are dead or that the router gave up, and a router that is dead or hangs.
 
-    Returns the engines that need the current weights.
+    ``hung`` names engines that were found to hang. Returns the engines that need the current
+    weights.
 
     Raises:
         StaleFence: the token's epoch does not own the run's root any more.
         EngineLost: a replacement did not start.
     """
-    given_up = await _given_up(site, run)
+    given_up = tuple({*await _given_up(site, run), *hung})
     if given_up:
         _log.warning("replacing what lives and does not serve", servers=given_up)
         await site.fleet.replace_engines(token, run, given_up)
     return await site.fleet.heal_engines(token, run)
 
 
-async def heal(site: Site, run: RunRef, token: FenceToken, timeout_s: float) -> None:
+async def heal(
+    site: Site, run: RunRef, token: FenceToken, timeout_s: float, hung: Sequence[str] = ()
+) -> None:
     """Restart what is dead, give it the exported weights, and route to all that live.
+
+    Engines named in ``hung`` count as dead.
 
     Nothing is loaded before the first publication; that one loads every engine anyway. A router
     that is lost meanwhile is replaced as well, once.
@@ -64,7 +74,7 @@ async def heal(site: Site, run: RunRef, token: FenceToken, timeout_s: float) -> 
         StaleFence: the token's epoch does not own the run's root any more.
     """
     try:
-        await _heal(site, run, token, timeout_s)
+        await _heal(site, run, token, timeout_s, hung)
     except (EngineLost, ServiceUnreachable) as error:
         if not await _router_is_lost(site, run):
             raise
@@ -72,8 +82,10 @@ async def heal(site: Site, run: RunRef, token: FenceToken, timeout_s: float) -> 
         await _heal(site, run, token, timeout_s)
 
 
-async def _heal(site: Site, run: RunRef, token: FenceToken, timeout_s: float) -> None:
-    fresh = await restart_engines(site, run, token)
+async def _heal(
+    site: Site, run: RunRef, token: FenceToken, timeout_s: float, hung: Sequence[str] = ()
+) -> None:
+    fresh = await restart_engines(site, run, token, hung)
     weights, engines = await asyncio.gather(
         site.fleet.trainer(run).exported(), site.fleet.engines(run)
     )
@@ -151,13 +163,16 @@ class _Healer:
     def __init__(self, site: Site, run: RunRef, token: FenceToken, spec: RunSpec) -> None:
         self._site, self._run, self._token = site, run, token
         self._timeout_s = update_timeout_s(spec)
-        self._look_every_s = LOOK_EVERY_S if spec.fully_async else None
+        self._routed = spec.fully_async
+        self._health = EngineHealth(site, run)
+        self._heals = 0
         self._one_at_a_time = asyncio.Lock()
 
-    async def repair(self) -> None:
+    async def repair(self, hung: Sequence[str] = ()) -> None:
         """``heal``, after the one that runs."""
         async with self._one_at_a_time:
-            await heal(self._site, self._run, self._token, self._timeout_s)
+            self._heals += 1
+            await heal(self._site, self._run, self._token, self._timeout_s, hung)
 
     async def settled(self) -> None:
         """Return when no heal runs."""
@@ -165,11 +180,11 @@ class _Healer:
             return
 
     async def watch(self, deaths: AsyncIterator[str]) -> None:
-        """Repair at every death, and whenever the router has given up an engine that lives."""
+        """Repair at every death, and whenever an engine lives and hangs or was given up."""
         async with aclosing(self._losses(deaths)) as losses:
-            async for name in losses:
-                _log.warning("engine lost", engine=name, run=self._run.run_id)
-                await self.repair()
+            async for loss in losses:
+                _log.warning("engine lost", engines=loss.names, run=self._run.run_id)
+                await self.repair(loss.hung)
 
     async def keep(self) -> None:
         """``watch``, from a first repair on, whatever of it fails."""
@@ -179,8 +194,8 @@ class _Healer:
                 aclosing(self._losses(deaths)) as losses,
             ):
                 await self._tried()
-                async for name in losses:
-                    _log.warning("engine lost", engine=name, run=self._run.run_id)
+                async for loss in losses:
+                    _log.warning("engine lost", engines=loss.names, run=self._run.run_id)
                     await self._tried()
         except PerdureError as error:
             _log.warning("engines are not watched any more", reason=error.message)
@@ -191,20 +206,44 @@ class _Healer:
         except PerdureError as error:
             _log.warning("engines are not healed, the next stage tries again", reason=error.message)
 
-    async def _losses(self, deaths: AsyncIterator[str]) -> AsyncGenerator[str, None]:
-        """Names of what died, and of engines that the router gave up."""
+    async def _losses(self, deaths: AsyncIterator[str]) -> AsyncGenerator["_Loss", None]:
+        """What died, and what lives and must be replaced."""
         dying = asyncio.ensure_future(anext(deaths))
+        looking = asyncio.ensure_future(self._look())
         try:
             while True:
-                await asyncio.wait({dying}, timeout=self._look_every_s)
+                await asyncio.wait({dying, looking}, return_when=asyncio.FIRST_COMPLETED)
                 if dying.done():
-                    yield dying.result()
+                    yield _Loss((dying.result(),))
                     dying = asyncio.ensure_future(anext(deaths))
-                    continue
-                for name in await _given_up(self._site, self._run):
-                    yield name
+                if looking.done():
+                    if loss := looking.result():
+                        yield loss
+                    looking = asyncio.ensure_future(self._look())
         finally:
-            await _end(dying)
+            await _end(dying, looking)
+
+    async def _look(self) -> "_Loss | None":
+        """What is found by looking, after the time between two looks."""
+        if self._routed:
+            await asyncio.sleep(LOOK_EVERY_S)
+            names = await _given_up(self._site, self._run)
+            return _Loss(names) if names else None
+        await asyncio.sleep(INTERVAL_S)
+        heals = self._heals
+        names = () if self._one_at_a_time.locked() else await self._health.hung()
+        if self._one_at_a_time.locked() or heals != self._heals:
+            self._health.forget()  # a heal pauses what it loads
+            return None
+        return _Loss(names, names) if names else None
+
+
+class _Loss(NamedTuple):
+    """Why to heal."""
+
+    names: tuple[str, ...]
+    hung: tuple[str, ...] = ()
+    """Those that must be ended first. Of a dead one the name may be its replacement's already."""
 
 
 async def _given_up(site: Site, run: RunRef) -> tuple[str, ...]:

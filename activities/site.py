@@ -1,6 +1,6 @@
 """What activities work with: the fleet, engine clients, a tracker, the run's resolved file."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Protocol
@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from activities.reporting import ReportForwarder
 from activities.storage import layout
 from activities.storage.store import Store
-from activities.wire.contract import PauseMode
+from activities.wire.contract import MemoryTag, PauseMode
 from configs.load import document_sha256, resolve_document
 from configs.run import RunSpec
 from models.errors import DigestMismatch
@@ -20,6 +20,10 @@ from models.routing import RouterState, RoutingTable
 class EngineControl(Protocol):
     """The control calls of ``activities.wire.client.EngineClient``."""
 
+    async def health(self, *, timeout_s: float) -> bool:
+        """Whether it generates; never while it is paused."""
+        ...
+
     async def model_info(self) -> dict[str, Any]:
         """The served model and its ``weight_version``."""
         ...
@@ -30,6 +34,14 @@ class EngineControl(Protocol):
 
     async def resume(self) -> None:
         """Decode again."""
+        ...
+
+    async def release_memory(self, tags: Collection[MemoryTag]) -> None:
+        """Give memory back, paused; what is given back already stays so."""
+        ...
+
+    async def resume_memory(self, tags: Collection[MemoryTag]) -> None:
+        """Take memory back, paused; weights are garbage until the next update."""
         ...
 
     async def update_weights_from_disk(self, path: str, version: int, timeout_s: float) -> None:
@@ -49,7 +61,7 @@ class RouterControl(Protocol):
     """The control calls of ``activities.wire.router_client.RouterClient``."""
 
     async def set_table(self, token: FenceToken, table: RoutingTable) -> None:
-        """Route by exactly this table; an older epoch's is refused with ``StaleFence``."""
+        """Route by exactly this table; a smaller token is refused with ``StaleFence``."""
         ...
 
     async def drain(self, token: FenceToken, engine: str, timeout_s: float) -> None:

@@ -47,10 +47,10 @@ CONTROL_TIMEOUT_S = 60.0
 
 
 class EngineControls(EngineConnection):
-    """Control calls. Every one has a deadline in seconds and raises:
+    """Control calls, each with a deadline in seconds.
 
-    ServiceUnreachable: no answer within the deadline.
-    ContractViolation: the engine refused, or the call must not be sent.
+    One raises ``ServiceUnreachable`` without an answer within the deadline, and
+    ``ContractViolation`` when the engine refused or the call must not be sent.
     """
 
     def __init__(self, url: str, transport: httpx.AsyncBaseTransport | None = None) -> None:

@@ -131,9 +131,9 @@ class Route:
 
 
 class EnginePool:
-    """The current engines of a run. ``connect`` makes a client for an address, told the
-    limits of the model that is served there.
+    """The current engines of a run.
 
+    ``connect`` makes a client for an address, told the limits of the model that is served there.
     ``routed``: the members are routers, which are told the prompt group of every call.
     """
 

@@ -33,7 +33,7 @@ class RouterClient:
     Every call has a deadline, longer by ``PERDURE_INFRA_TIMEOUT_MULTIPLIER``, and raises:
 
         ServiceUnreachable: no answer within the deadline.
-        StaleFence: the token's epoch is older than the one that the router saw.
+        StaleFence: the token is smaller than one that the router saw.
         ContractViolation: the router refused the call for another reason.
     """
 

@@ -15,7 +15,7 @@ ROUTER_DRAIN = "/router/drain"
 ROUTER_RELEASE = "/router/release"
 
 STALE = 409
-"""Status for a token of an older epoch."""
+"""Status for a token that a larger one outranks."""
 STILL_OWES = 504
 """Status for an engine that was not drained in time."""
 

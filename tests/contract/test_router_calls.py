@@ -249,7 +249,7 @@ async def test_aborts_reach_every_engine_and_name_the_deaf_ones(router, http, pa
     answer = await http.post("/abort_request", json={"abort_all": True})
     assert answer.json() == {"not_reached": []}
     assert [json.loads(body) for each in pair for body in each.aborts] == [{"abort_all": True}] * 2
-    await second.die()
+    await second.close()
     answer = await http.post("/abort_request", json={"rid": "a"})
     assert (answer.status_code, answer.json()) == (200, {"not_reached": ["engine-1"]})
 

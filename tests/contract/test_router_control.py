@@ -45,17 +45,22 @@ def group(name: str, expected: int, answered: int = 0) -> dict[str, str]:
     return {GROUP_HEADER: f"{name};{answered};{expected}"}
 
 
-async def test_an_older_epoch_is_refused_and_both_are_named(router, pair):
+@pytest.mark.parametrize(("epochs", "update", "attempt"), [(-1, 9, 9), (0, 6, 9), (0, 7, 2)])
+async def test_a_smaller_token_is_refused_and_both_are_named(router, pair, epochs, update, attempt):
     epoch = next(EPOCHS) * 1000
-    await router.control.set_table(token(epoch, 7), table(pair[0]))
-    # Stages of one epoch overlap: a smaller update is no older caller.
-    await router.control.set_table(token(epoch, 6), table(*pair))
-    old = token(epoch - 1, 9)
-    with pytest.raises(StaleFence, match=rf"epoch {epoch - 1}, update 9.*epoch {epoch}, update 7"):
+    await router.control.set_table(token(epoch, 7, 3), table(pair[0]))
+    await router.control.set_table(token(epoch, 7, 3), table(*pair))  # asked again
+    old = token(epoch + epochs, update, attempt)
+    named = (
+        rf"epoch {epoch + epochs}, update {update}, attempt {attempt}.*"
+        rf"epoch {epoch}, update 7, attempt 3"
+    )
+    with pytest.raises(StaleFence, match=named):
         await router.control.set_table(old, table())
-    with pytest.raises(StaleFence):
+    with pytest.raises(StaleFence, match=named):
         await router.control.drain(old, "engine-0", 1)
     assert len((await router.control.state()).engines) == 2
+    await router.control.drain(token(epoch, 7, 4), "engine-0", 1)
 
 
 async def test_a_draining_engine_finishes_its_groups_and_takes_no_new_one(router, http, pair):
@@ -191,6 +196,16 @@ async def test_an_engine_that_is_updated_is_not_judged(router, pair):
     first.healthy = True
     await router.control.set_table(now, table(first))
     assert (await router.control.state()).engines[0].routable
+
+
+async def test_an_engine_that_ends_while_it_is_updated_is_given_up(router, pair):
+    updating = pair[0].routed(state=EngineState.UPDATING)
+    await router.control.set_table(token(next(EPOCHS) * 1000), table(updating, pair[1]))
+    await pair[0].close()
+    state = await router.until(
+        lambda state: state.engines[0].engine.state is EngineState.UNAVAILABLE
+    )
+    assert state.engines[1].routable
 
 
 async def test_other_weights_behind_the_routers_back_end_its_use(router, http, pair):

@@ -111,7 +111,7 @@ async def test_a_group_that_sent_nothing_has_nothing_to_release(router, engine, 
 async def test_every_request_can_be_aborted_and_a_dead_engine_is_no_error(router, engine, pool):
     await pool.abort_all()
     assert len(engine.aborts) == 1
-    await engine.die()
+    await engine.close()
     await pool.abort_all()
     alone = pool_of_engines()
     await alone.set_engines((engine.url,))

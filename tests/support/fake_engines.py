@@ -80,6 +80,9 @@ class FakeEngineClient:
         if not self.engine.alive or self.engine.deaf:
             raise ServiceUnreachable(f"{self.engine.url}: connection refused or no answer")
 
+    async def health(self, *, timeout_s: float) -> bool:
+        return self.engine.alive and not self.engine.deaf
+
     async def model_info(self) -> dict[str, Any]:
         self._answer()
         return {"weight_version": str(self.engine.version)}

@@ -1,4 +1,4 @@
-"""A router in memory: keeps the table it is given, fenced by epoch, and logs what it is asked."""
+"""A router in memory: keeps the table it is given, fenced by token, and logs what it is asked."""
 
 from dataclasses import dataclass, field
 
@@ -21,7 +21,7 @@ class FakeRouter:
     table: RoutingTable = field(default_factory=RoutingTable)
     tables: list[RoutingTable] = field(default_factory=list)
     """Every table that it was given, oldest first."""
-    epoch: int = -1
+    owner: FenceToken | None = None
     unavailable: set[tuple[str, int]] = field(default_factory=set)
     """(name, incarnation) of engines that failed their health checks."""
 
@@ -61,9 +61,10 @@ class FakeRouterClient:
             raise ServiceUnreachable(f"{self.router.url}: connection refused or no answer")
         if token is None:
             return
-        if token.epoch < self.router.epoch:
-            raise StaleFence(f"router: {token} refused, epoch {self.router.epoch} owns it")
-        self.router.epoch = token.epoch
+        owner = self.router.owner
+        if owner is not None and token < owner:
+            raise StaleFence(f"router: {token} refused, {owner} owns it")
+        self.router.owner = token
 
     async def set_table(self, token: FenceToken, table: RoutingTable) -> None:
         self._answer(token)

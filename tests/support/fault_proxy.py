@@ -20,22 +20,19 @@ import struct
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 from urllib.parse import urlsplit
+
+from tests.support.loopback import Asked, LoopbackServer, headers_of, http_answer, read_request
 
 DEADLINE_S = 60.0
 """For one answer of the server behind."""
 
 
 @dataclass(frozen=True)
-class Seen:
-    """A request as it arrived."""
+class Seen(Asked):
+    """A request as it arrived at a proxy."""
 
-    method: str
-    path: str
-    """Without the query."""
-    headers: dict[str, str]
-    body: bytes
     number: int
     """Counts all requests of the proxy from 0."""
 
@@ -76,46 +73,21 @@ Fault = Close | Reset | Answer | Delay | Hang
 Plan = Callable[[Seen], Fault | None]
 
 
-class FaultProxy:
+class FaultProxy(LoopbackServer):
     """In front of the server at ``target``. Without a fault it changes no byte of an answer.
 
     ``idle_close_s``: close a client's connection that is idle for so long.
     """
 
     def __init__(self, target: str, *, idle_close_s: float | None = None) -> None:
+        super().__init__()
         parts = urlsplit(target)
         self._target = (parts.hostname or "127.0.0.1", parts.port or 80)
         self._idle_close_s = idle_close_s
         self._next: deque[tuple[str, Fault]] = deque()
-        self._server: asyncio.Server | None = None
-        self._serving: set[asyncio.Task[None]] = set()
         self.plan: Plan = lambda seen: None
         """Asked for every request that no ``fail_next`` is meant for."""
         self.requests: list[Seen] = []
-        self.connections = 0
-        """Connections accepted so far."""
-        self.url = ""
-
-    async def __aenter__(self) -> Self:
-        await self.listen()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    async def listen(self) -> None:
-        """Accept connections; again on the same port after ``close``."""
-        port = urlsplit(self.url).port or 0
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", port)
-        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
-
-    async def close(self) -> None:
-        """Refuse new connections and cut the open ones: to clients the server is gone."""
-        if self._server is not None:
-            self._server.close()
-        for task in tuple(self._serving):
-            task.cancel()
-        await asyncio.gather(*self._serving, return_exceptions=True)
 
     def fail_next(self, fault: Fault, *, count: int = 1, path: str = "/generate") -> None:
         """Break the next ``count`` requests of ``path``."""
@@ -125,30 +97,15 @@ class FaultProxy:
         """Requests of ``path`` so far, broken ones included."""
         return sum(seen.path == path for seen in self.requests)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._serving.add(task)
-        self.connections += 1
-        try:
-            while await self._one(reader, writer):
-                pass
-        except (OSError, EOFError, TimeoutError, asyncio.CancelledError):
+    async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await self._one(reader, writer):
             pass
-        finally:
-            self._serving.discard(task)
-            writer.transport.abort()
 
     async def _one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """Serve one request; whether the connection may serve another."""
         async with asyncio.timeout(self._idle_close_s):
-            head = await reader.readuntil(b"\r\n\r\n")
-        headers = _headers(head)
-        body = await reader.readexactly(int(headers.get("content-length", "0")))
-        method, target = head.split(b" ", 2)[:2]
-        seen = Seen(
-            method.decode(), target.decode().partition("?")[0], headers, body, len(self.requests)
-        )
+            asked = await read_request(reader)
+        seen = Seen(**vars(asked), number=len(self.requests))
         self.requests.append(seen)
         fault = self._fault(seen)
         if isinstance(fault, Close):
@@ -161,7 +118,7 @@ class FaultProxy:
             return True
         if isinstance(fault, Delay):
             await asyncio.sleep(fault.seconds)
-        answer = await self._ask(reader, head + body)
+        answer = await self._ask(reader, seen.raw)
         if isinstance(fault, Reset):
             writer.write(answer[: round(len(answer) * fault.share)])
             await writer.drain()
@@ -196,48 +153,25 @@ class FaultProxy:
             await asyncio.gather(asking, leaving, return_exceptions=True)
 
 
-class LatentLink:
+class LatentLink(LoopbackServer):
     """A TCP link to ``target`` that delivers everything ``latency_s`` later, closings included."""
 
     def __init__(self, target: str, latency_s: float) -> None:
+        super().__init__()
         parts = urlsplit(target)
         self._target = (parts.hostname or "127.0.0.1", parts.port or 80)
         self._latency_s = latency_s
-        self._server: asyncio.Server | None = None
-        self._serving: set[asyncio.Task[None]] = set()
-        self.connections = 0
         self.closing = asyncio.Event()
         """Set while a closing by the server behind is on its way to the client."""
-        self.url = ""
 
-    async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        assert self._server is not None
-        self._server.close()
-        for task in tuple(self._serving):
-            task.cancel()
-        await asyncio.gather(*self._serving, return_exceptions=True)
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._serving.add(task)
-        self.connections += 1
+    async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         behind_reader, behind_writer = await asyncio.open_connection(*self._target)
         try:
             await asyncio.gather(
                 self._carry(reader, behind_writer),
                 self._carry(behind_reader, writer, self.closing),
             )
-        except asyncio.CancelledError:
-            pass
         finally:
-            self._serving.discard(task)
-            writer.transport.abort()
             behind_writer.transport.abort()
 
     async def _carry(
@@ -271,7 +205,7 @@ async def _exchange(
     """Send ``request``; the raw bytes of the whole answer."""
     writer.write(request)
     head = await reader.readuntil(b"\r\n\r\n")
-    headers = _headers(head)
+    headers = headers_of(head)
     if headers.get("transfer-encoding") == "chunked":
         return head + await _chunks(reader)
     return head + await reader.readexactly(int(headers.get("content-length", "0")))
@@ -294,19 +228,9 @@ async def _until_left(reader: asyncio.StreamReader) -> None:
         await reader.read(1)
 
 
-def _headers(head: bytes) -> dict[str, str]:
-    lines = head.decode("latin-1").split("\r\n")[1:]
-    pairs = (line.partition(":") for line in lines if line)
-    return {name.lower(): value.strip() for name, _, value in pairs}
-
-
 def _answer(answer: Answer) -> bytes:
     body = answer.body if isinstance(answer.body, bytes) else json.dumps(answer.body).encode()
-    head = (
-        f"HTTP/1.1 {answer.status} Planned\r\ncontent-type: application/json\r\n"
-        f"content-length: {len(body)}\r\n\r\n"
-    )
-    return head.encode() + body
+    return http_answer(answer.status, body)
 
 
 def _reset_on_close(writer: asyncio.StreamWriter) -> None:

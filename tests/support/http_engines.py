@@ -10,58 +10,28 @@ from activities.wire.client import EngineClient
 from tests.support.fake_engines import FakeEngine, Script, checksums_of
 from tests.support.fake_fleet import FakeFleet, ListTracker
 from tests.support.fault_proxy import FaultProxy
+from tests.support.loopback import LoopbackServer, http_answer, read_request
 
 PAUSE, LOAD = "/pause_generation", "/update_weights_from_disk"
 CHECK, RESUME = "/weights_checker", "/continue_generation"
 STEPS = {PAUSE: "pause", LOAD: "load", CHECK: "verify", RESUME: "resume"}
 
 
-class EngineServer:
+class EngineServer(LoopbackServer):
     """The control calls of one ``FakeEngine`` over HTTP/1.1, logged as ``<step> <name>``."""
 
     def __init__(self, engine: FakeEngine, script: Script) -> None:
+        super().__init__()
         self.engine, self._script = engine, script
-        self._serving: set[asyncio.Task[None]] = set()
-        self._server: asyncio.Server | None = None
-        self.url = ""
 
-    async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        assert self._server is not None
-        self._server.close()
-        for task in tuple(self._serving):
-            task.cancel()
-        await asyncio.gather(*self._serving, return_exceptions=True)
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._serving.add(task)
-        try:
-            while True:
-                head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
-                path = head.split(" ", 2)[1].partition("?")[0]
-                lengths = [
-                    line for line in head.split("\r\n") if line.startswith("content-length:")
-                ]
-                length = int(lengths[0].partition(":")[2]) if lengths else 0
-                body = await reader.readexactly(length)
-                if not self.engine.alive:
-                    return
-                content = json.dumps(await self._answer(path, json.loads(body or b"{}"))).encode()
-                writer.write(
-                    b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(content), content)
-                )
-                await writer.drain()
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass
-        finally:
-            self._serving.discard(task)
-            writer.transport.abort()
+    async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            asked = await read_request(reader)
+            if not self.engine.alive:
+                return
+            answer = await self._answer(asked.path, json.loads(asked.body or b"{}"))
+            writer.write(http_answer(200, json.dumps(answer).encode()))
+            await writer.drain()
 
     async def _answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         engine = self.engine

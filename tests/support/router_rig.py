@@ -10,13 +10,14 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from activities.wire.client import EngineClient
 from activities.wire.engine_pool import EnginePool
 from activities.wire.router_client import RouterClient
 from models.ids import FenceToken
 from models.routing import EngineState, RoutedEngine, RouterState, RoutingTable
+from tests.support.loopback import LoopbackServer, http_answer, read_request
 
 DEADLINE_S = 30.0
 
@@ -25,10 +26,11 @@ engine_client = partial(EngineClient, vocab_size=512, context_length=4096)
 pool_of_engines = partial(EnginePool, engine_client)
 
 
-class StubEngine:
+class StubEngine(LoopbackServer):
     """A loopback engine: counts calls, holds them while ``go`` is clear, tells a version."""
 
     def __init__(self, name: str, version: int = 0) -> None:
+        super().__init__()
         self.name = name
         self.version = version
         self.healthy = True
@@ -42,30 +44,6 @@ class StubEngine:
         self.hung_up = 0
         """Calls whose client left before the answer."""
         self.health_checks = 0
-        self.url = ""
-        self._server: asyncio.Server | None = None
-        self._serving: set[asyncio.Task[None]] = set()
-
-    async def __aenter__(self) -> Self:
-        await self.listen()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.die()
-
-    async def listen(self) -> None:
-        """Serve; after ``die`` on the same port, as a process that was started again."""
-        port = int(self.url.rpartition(":")[2] or 0)
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", port)
-        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
-
-    async def die(self) -> None:
-        """Refuse and cut every connection."""
-        if self._server is not None:
-            self._server.close()
-        for task in tuple(self._serving):
-            task.cancel()
-        await asyncio.gather(*self._serving, return_exceptions=True)
 
     def routed(self, **changes: Any) -> RoutedEngine:
         """How a table names this engine."""
@@ -79,40 +57,22 @@ class StubEngine:
         }
         return RoutedEngine(**{**facts, **changes})
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._serving.add(task)
-        try:
-            while True:
-                head = await reader.readuntil(b"\r\n\r\n")
-                method, path = head.split(b" ", 2)[:2]
-                length = [
-                    int(line.partition(b":")[2])
-                    for line in head.lower().split(b"\r\n")
-                    if line.startswith(b"content-length:")
-                ]
-                body = await reader.readexactly(length[0] if length else 0)
-                status, answer = await self._answer(method + b" " + path, body, reader)
-                writer.write(
-                    b"HTTP/1.1 %d X\r\ncontent-type: application/json\r\nx-own: 1\r\n"
-                    b"content-length: %d\r\n\r\n" % (status, len(answer)) + answer
-                )
-        except (OSError, EOFError, asyncio.CancelledError):
-            pass
-        finally:
-            self._serving.discard(task)
-            writer.transport.abort()
+    async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            asked = await read_request(reader)
+            route = f"{asked.method} {asked.path}"
+            status, answer = await self._answer(route, asked.body, reader)
+            writer.write(http_answer(status, answer, x_own="1"))
 
     async def _answer(
-        self, route: bytes, body: bytes, reader: asyncio.StreamReader
+        self, route: str, body: bytes, reader: asyncio.StreamReader
     ) -> tuple[int, bytes]:
-        if route == b"POST /generate":
+        if route == "POST /generate":
             return await self._generate(body, reader)
-        if route == b"POST /abort_request":
+        if route == "POST /abort_request":
             self.aborts.append(body)
             return 200, b""
-        if route == b"GET /health":
+        if route == "GET /health":
             self.health_checks += 1
             return (200 if self.healthy else 503), b""
         return 200, json.dumps({"weight_version": str(self.version)}).encode()

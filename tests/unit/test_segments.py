@@ -14,7 +14,7 @@ from activities.wire.contract import SamplingParams
 from activities.wire.engine_pool import EnginePool
 from models.errors import ContractViolation, GenerationFault
 from models.sample import FinishReason, TokenSpan
-from tests.support.scripted_server import scripted_server
+from tests.support.scripted_server import ScriptedServer
 
 PROMPT = (1, 2, 3)
 EOS = 0
@@ -103,7 +103,7 @@ def aborted_in_queue(*, first=lambda: None):
 
 @pytest.fixture
 async def server():
-    async with scripted_server() as served:
+    async with ScriptedServer() as served:
         yield served
 
 

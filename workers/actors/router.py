@@ -1,10 +1,10 @@
 """The router actor of a fully async run: one router process."""
 
+from activities.wire import health
 from configs.run import RunSpec
 from workers.actors.order import ActorOrder
 from workers.actors.server import ServerActor, module_command
 from workers.engines.process import ServerCommand
-from workers.engines.router.options import HEALTH_TIMEOUT_S
 
 
 class RouterActor(ServerActor):
@@ -22,7 +22,7 @@ def router_command(order: ActorOrder, spec: RunSpec) -> ServerCommand:
     options = [
         *("--max-queued-requests", str(inference.router_max_queued_requests)),
         *("--queue-timeout-s", str(queue_timeout_s)),
-        *("--health-timeout-s", str(factor * HEALTH_TIMEOUT_S)),
+        *("--health-timeout-s", str(factor * health.TIMEOUT_S)),
         *("--group-expiry-s", str(factor * inference.request_timeout_s)),
     ]
     return module_command(order, spec, "workers.engines.router", options, threads=1)

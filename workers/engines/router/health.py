@@ -1,7 +1,10 @@
 """Looks at every engine: does it answer, and does it serve the weights that it is registered with?
 
-An engine that is being updated is not judged: SGLang answers 503 on ``/health`` after 20 s of a
-pause. A process that failed too often is never used again, because nobody knows its weights.
+An engine that is being updated is paused, and SGLang answers 503 on ``/health`` after 20 s of a
+pause. It is asked for ``/server_info`` then: whoever refuses the connection is gone. One that does
+not answer in time may be loading weights, and whoever updates it has a deadline of his own.
+
+A process that failed too often is never used again, because nobody knows its weights.
 """
 
 import asyncio
@@ -9,8 +12,9 @@ import contextlib
 import json
 import logging
 
-from activities.wire.contract import HEALTH, MODEL_INFO
+from activities.wire.contract import HEALTH, MODEL_INFO, SERVER_INFO
 from models.errors import ContractViolation
+from models.routing import EngineState
 from workers.engines.router.options import RouterOptions
 from workers.engines.router.table import Table
 from workers.engines.router.target import Target
@@ -51,6 +55,8 @@ class HealthLoop:
         try:
             if target.is_judged:
                 await self._judge(target)
+            elif target.state is EngineState.UPDATING:
+                await self._look_in(target)
         finally:
             target.checking = False
 
@@ -73,6 +79,24 @@ class HealthLoop:
         else:
             target.failed_checks = 0
             self._compare(target, version)
+
+    async def _look_in(self, target: Target) -> None:
+        """Whether an engine that is being updated still listens."""
+        asked_of, problem = target.engine, None
+        try:
+            async with asyncio.timeout(self._options.health_timeout_s):
+                await target.upstream.call(b"GET", SERVER_INFO.encode())
+        except TimeoutError:
+            return
+        except UpstreamLost as error:
+            problem = str(error)
+        target.upstream.drop_idle()
+        if target.engine != asked_of or target.state is not EngineState.UPDATING:
+            return
+        if problem is not None:
+            self._failed(target, problem)
+        else:
+            target.failed_checks = 0
 
     def _failed(self, target: Target, problem: str) -> None:
         target.failed_checks += 1

@@ -4,9 +4,8 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
+from activities.wire import health
 from workers.engines.arguments import positive_int, positive_seconds
-
-HEALTH_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +20,9 @@ class RouterOptions:
     one at that very age cuts requests that are on their way."""
     max_queued_requests: int = 4096
     queue_timeout_s: float = 360.0
-    health_interval_s: float = 5.0
-    health_timeout_s: float = HEALTH_TIMEOUT_S
-    health_failures: int = 3
+    health_interval_s: float = health.INTERVAL_S
+    health_timeout_s: float = health.TIMEOUT_S
+    health_failures: int = health.FAILURES
     group_expiry_s: float = 600.0
     shutdown_timeout_s: float = 2.0
     exit_with_parent: bool = False

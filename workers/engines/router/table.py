@@ -57,7 +57,7 @@ class Table:
         A process that was given up stays so; one of another incarnation or address is new.
 
         Raises:
-            StaleFence: an epoch newer than the token's has called.
+            StaleFence: a larger token has called.
             ConfigurationError: an address that is no ``http://host:port``.
         """
         self._admit(token)
@@ -79,7 +79,7 @@ class Table:
         """Give engine ``name`` no new group and return when it owes nothing.
 
         Raises:
-            StaleFence: an epoch newer than the token's has called.
+            StaleFence: a larger token has called.
             ContractViolation: no engine has the name.
             ServiceUnreachable: it still owes something after ``timeout_s`` seconds.
         """
@@ -137,14 +137,13 @@ class Table:
         self._changed = asyncio.Event()
 
     def _admit(self, token: FenceToken) -> None:
-        """Refuse older epochs; a newer one begins with no group, its calls are of other senders."""
+        """Refuse smaller tokens; a newer epoch begins with no group, its calls are of others."""
         owner = self._owner
-        if owner is not None and token.epoch < owner.epoch:
+        if owner is not None and token < owner:
             raise StaleFence(f"router: {token} refused, {owner} owns it")
         if owner is not None and token.epoch > owner.epoch:
             self.groups.clear()
-        if owner is None or token > owner:
-            self._owner = token
+        self._owner = token
 
     def _kept(self, engine: RoutedEngine) -> Target:
         """The target of this very process, or a new one."""

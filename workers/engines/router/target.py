@@ -53,7 +53,7 @@ class Target:
 
     @property
     def is_judged(self) -> bool:
-        """Whether health checks count: not while it loads weights, and not for the dead."""
+        """Whether it should generate: not while it loads weights, and not the dead."""
         return self.state in (EngineState.SERVING, EngineState.DRAINING)
 
     def holds(self, committed: frozenset[tuple[int, str]]) -> bool:
