@@ -2,10 +2,11 @@
 
 ::
 
-    inspect -> pause -> load -> verify -> resume
-       |                                    ^
-       +---- serves these very weights -----+
+    wake -> inspect -> pause -> load -> verify -> resume
+               |                                    ^
+               +---- serves these very weights -----+
 
+An engine that gave its memory back takes it again first (wake); others have nothing to do there.
 An engine that fails on the way stays paused and is never opened again: it must not generate with
 weights that nobody confirmed.
 """
@@ -20,12 +21,17 @@ from enum import StrEnum
 from activities.multiplier import infra_timeout_multiplier
 from activities.site import Site, store_of
 from activities.storage.lease import require_epoch
+from activities.wire.contract import MemoryTag
 from activities.wire.digest import weights_digest
+from activities.wire.memory_marks import memory_state
 from configs.run import RunSpec
 from models.errors import ContractViolation, DigestMismatch, ServiceUnreachable
 from models.ids import FenceToken, RunRef
 from models.ports import EngineHandle
 from models.publication import EngineConfirmation, EngineFailure, WeightsRef
+
+MEMORY: tuple[MemoryTag, ...] = ("kv_cache", "weights")
+"""All that an engine of a training run gives back to a colocated trainer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +48,7 @@ class LoadOrder:
 class Phase(StrEnum):
     """The phases of an update, in their order."""
 
+    WAKE = "wake"
     INSPECT = "inspect"
     PAUSE = "pause"
     LOAD = "load"
@@ -63,6 +70,7 @@ class EngineUpdate:
         self._started = time.monotonic()
         self._deadline = asyncio.get_running_loop().time() + order.timeout_s
         self._steps: dict[Phase, Callable[[], Awaitable[None]]] = {
+            Phase.WAKE: self._wake,
             Phase.INSPECT: self._inspect,
             Phase.PAUSE: lambda: self._client.pause("abort"),
             Phase.LOAD: self._load,
@@ -123,6 +131,13 @@ class EngineUpdate:
     def _who(self) -> str:
         return f"{self.engine.name} at {self.engine.url}"
 
+    async def _wake(self) -> None:
+        state = memory_state(await self._weight_version())
+        if state.is_known and not state.released:
+            return
+        await self._client.pause("abort")
+        await self._client.resume_memory(MEMORY)
+
     async def _inspect(self) -> None:
         weights = self._order.weights
         if await self._version() == weights.version:
@@ -152,8 +167,11 @@ class EngineUpdate:
 
     async def _version(self) -> int | None:
         """The policy version that the engine says it serves; None for a foreign string."""
-        version = str((await self._client.model_info()).get("weight_version", ""))
+        version = await self._weight_version()
         return int(version) if version.isdecimal() else None
+
+    async def _weight_version(self) -> str:
+        return str((await self._client.model_info()).get("weight_version", ""))
 
     async def _digest(self) -> str:
         return weights_digest(await self._client.checksums())

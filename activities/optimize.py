@@ -10,6 +10,7 @@ from activities.site import Site, spec_of, store_of
 from activities.storage import layout
 from activities.storage.store import Store
 from activities.timing import timed
+from activities.turns import give_memory_to_trainer
 from models.errors import TrainerLost
 from models.ids import FenceToken
 from models.update import OptimizeRequest, UpdateReport
@@ -18,6 +19,7 @@ from models.update import OptimizeRequest, UpdateReport
 async def optimize(site: Site, request: OptimizeRequest, token: FenceToken) -> UpdateReport:
     """Train ``request.update``; rows are written once the trainer has reported.
 
+    Colocated engines give their memory to the trainer before.
     In a fully async run engines are kept alive meanwhile, see ``healing.beside_healing``.
     """
     return await beating(
@@ -37,6 +39,7 @@ async def _optimize(site: Site, request: OptimizeRequest, token: FenceToken) -> 
     def train() -> Awaitable[UpdateReport]:
         return trainer.optimize(token, request.update, request.collection)
 
+    await give_memory_to_trainer(site, run, token, spec, request.update)
     async with (
         site.reports.flowing(run, producer, site.tracker),
         timed(store, "training", request.update),

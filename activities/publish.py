@@ -165,6 +165,7 @@ def _report(
         mode=spec.core.publication_mode,
         boundary_seconds=seconds[BOUNDARY],
         export_seconds=seconds[EXPORT],
+        memory_seconds=seconds[Phase.WAKE],
         pause_seconds=seconds[Phase.INSPECT] + seconds[DRAIN] + seconds[Phase.PAUSE],
         load_seconds=seconds[Phase.LOAD] + seconds[Phase.VERIFY],
         finalize_seconds=seconds[Phase.RESUME] + seconds[ROUTING],

@@ -45,7 +45,7 @@ class EngineFailure(Frozen):
     engine: str
     incarnation: int
     phase: str
-    """Where in the update it failed: drain, inspect, pause, load, verify or resume."""
+    """Where in the update it failed: drain, wake, inspect, pause, load, verify or resume."""
     error: str
 
 
@@ -62,6 +62,8 @@ class PublicationReport(Frozen):
     boundary_seconds: float = 0.0
     """Healing and closing the producer's boundary."""
     export_seconds: float
+    memory_seconds: float = 0.0
+    """Colocated engines taking their memory back."""
     pause_seconds: float
     """Looking at what engines serve, draining and pausing them."""
     load_seconds: float

@@ -2,10 +2,12 @@
 
 import asyncio
 from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from models.errors import ServiceUnreachable
+from activities.wire.memory_marks import RESUMED, memory_state, settled_mark
+from models.errors import ContractViolation, ServiceUnreachable
 from models.ports import EngineHandle
 
 
@@ -64,6 +66,8 @@ class FakeEngine:
     corrupt_loads: int = 0
     """So many loads end with other bytes than were exported."""
     loaded: dict[str, str] = field(default_factory=dict)
+    mark: str = ""
+    """What it says of its memory in the place of a version."""
 
     @property
     def handle(self) -> EngineHandle:
@@ -85,7 +89,7 @@ class FakeEngineClient:
 
     async def model_info(self) -> dict[str, Any]:
         self._answer()
-        return {"weight_version": str(self.engine.version)}
+        return {"weight_version": self.engine.mark or str(self.engine.version)}
 
     async def pause(self, mode: str) -> None:
         self._answer()
@@ -95,11 +99,30 @@ class FakeEngineClient:
         self._answer()
         self.engine.paused = False
 
+    async def release_memory(self, tags: Collection[str]) -> None:
+        self._answer()
+        assert self.engine.paused
+        if memory_state(self.engine.mark).released != set(tags):
+            await self.script.play(f"release {self.engine.name}")
+            self._answer()
+            self.engine.mark, self.engine.loaded = settled_mark(tags), {}
+
+    async def resume_memory(self, tags: Collection[str]) -> None:
+        self._answer()
+        assert self.engine.paused
+        await self.script.play(f"wake {self.engine.name}")
+        self._answer()
+        if not memory_state(self.engine.mark).is_known:
+            raise ContractViolation(f"{self.engine.url}: nobody knows which memory it has")
+        self.engine.mark = RESUMED
+
     async def update_weights_from_disk(self, path: str, version: int, timeout_s: float) -> None:
         self._answer()
         await self.script.play(f"load {self.engine.name} {version}")
         self._answer()
-        self.engine.version = version
+        if memory_state(self.engine.mark).released:
+            raise ContractViolation(f"{self.engine.url}: its memory is released")
+        self.engine.version, self.engine.mark = version, ""
         self.engine.loaded = checksums_of(version)
         if self.engine.corrupt_loads:
             self.engine.corrupt_loads -= 1
