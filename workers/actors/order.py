@@ -18,6 +18,9 @@ from workers.source_digest import package_folders, source_digest
 
 _NCCL = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 """SGLang runs so, and a broadcast fails between processes that differ in it."""
+_GROWING = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+"""Packs differ in length: segments that grow keep memory in one piece. Not where weights are handed
+to engines on the same GPU: other processes cannot always open such memory."""
 
 
 class ActorOrder(Frozen):
@@ -122,6 +125,7 @@ def environment(order: ActorOrder, spec: RunSpec, threads: int) -> dict[str, str
         # Ray lets a process without GPUs see all of them.
         "CUDA_VISIBLE_DEVICES": ",".join(gpus),
         **(_NCCL if gpus else {}),
+        **(_GROWING if gpus and order.role == "trainer" and not spec.colocated else {}),
         # Spinning OpenMP threads on busy cores are many times slower than sleeping ones.
         "OMP_WAIT_POLICY": "PASSIVE",
         "OMP_NUM_THREADS": str(threads),

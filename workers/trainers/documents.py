@@ -9,10 +9,13 @@ counted per token is counted for every token exactly once:
     segment     0  0  0  0  0 |  1  1  1  1  1  1
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from models.errors import ConfigurationError
 from workers.trainers.packing import MicroBatch
@@ -78,30 +81,30 @@ def leveled_packs(packs: Sequence[list[int]], count: int) -> list[list[int]]:
 
 def collate_documents(documents: Sequence[Document]) -> MicroBatch:
     """Lay documents out as one pack: a row without padding."""
-    ids: list[int] = []
-    positions: list[int] = []
-    segments: list[int] = []
-    predictors: list[int] = []
-    targets: list[int] = []
-    token_index: list[int] = []
-    for segment, document in enumerate(documents):
-        first = len(ids) + len(document.prompt_ids)
-        num_response = len(document.response_ids)
-        predictors.extend(range(first - 1, first - 1 + num_response))
-        targets.extend(document.response_ids)
-        token_index.extend(range(document.offset, document.offset + num_response))
-        ids.extend(document.prompt_ids)
-        ids.extend(document.response_ids)
-        positions.extend(range(document.num_tokens))
-        segments.extend([segment] * document.num_tokens)
+    lengths = tuple(document.num_tokens for document in documents)
+    starts = list(accumulate(lengths, initial=0))
+    ids = [part for d in documents for part in (d.prompt_ids, d.response_ids)]
     return MicroBatch(
-        input_ids=torch.tensor([ids]),
-        position_ids=torch.tensor([positions]),
-        segments=torch.tensor([segments]),
-        predictors=torch.tensor(predictors, dtype=torch.long),
-        targets=torch.tensor(targets, dtype=torch.long),
-        token_index=torch.tensor(token_index, dtype=torch.long),
-        num_model_tokens=len(ids),
-        document_lengths=tuple(document.num_tokens for document in documents),
+        input_ids=_joined(ids)[None],
+        position_ids=_ranges((0, length) for length in lengths)[None],
+        segments=torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None],
+        predictors=_ranges(
+            (start + len(d.prompt_ids) - 1, len(d.response_ids))
+            for start, d in zip(starts, documents, strict=False)
+        ),
+        targets=_joined([d.response_ids for d in documents]),
+        token_index=_ranges((d.offset, len(d.response_ids)) for d in documents),
+        num_model_tokens=starts[-1],
+        document_lengths=lengths,
         route_tables=tuple(d.routes for d in documents if d.routes is not None),
     )
+
+
+def _joined(parts: Sequence[Sequence[int]]) -> Tensor:
+    """Ids, one part after the other."""
+    return torch.from_numpy(np.concatenate([np.array(part, dtype=np.int64) for part in parts]))
+
+
+def _ranges(parts: Iterable[tuple[int, int]]) -> Tensor:
+    """first, first + 1, ... of every (first, count), one after the other."""
+    return torch.cat([torch.arange(first, first + count) for first, count in parts])
