@@ -106,7 +106,7 @@ async def _heal(
         failures = await load_engines(site, order, again)
     if failures:
         raise EngineLost(f"a replaced engine does not serve: {_messages(failures)}")
-    await route(site, run, token, engines, weights)
+    await route(site, run, token, engines, weights, healed=True)
 
 
 async def with_healing(

@@ -66,9 +66,17 @@ async def router_state(site: Site, run: RunRef) -> RouterState | None:
 
 
 async def route(
-    site: Site, run: RunRef, token: FenceToken, engines: Sequence[EngineHandle], weights: WeightsRef
+    site: Site,
+    run: RunRef,
+    token: FenceToken,
+    engines: Sequence[EngineHandle],
+    weights: WeightsRef,
+    *,
+    healed: bool = False,
 ) -> None:
     """Send the producer's requests to exactly ``engines``, each confirmed to hold ``weights``.
+
+    ``healed``: some of them replace others, see ``ProducerPort.set_engines``.
 
     Raises:
         EngineLost: the run should have a router and it is dead.
@@ -81,4 +89,4 @@ async def route(
         urls = (router.url,)
         async with aclosing(site.router(router.url)) as control:
             await control.set_table(token, table_of(engines, weights))
-    await site.fleet.producer(run).set_engines(token, urls)
+    await site.fleet.producer(run).set_engines(token, urls, healed=healed)

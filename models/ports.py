@@ -103,10 +103,13 @@ class ProducerPort(Protocol):
         """Cursor and ledger under one lock, collections up to the index counted as consumed."""
         ...
 
-    async def set_engines(self, token: FenceToken, urls: tuple[str, ...]) -> None:
+    async def set_engines(
+        self, token: FenceToken, urls: tuple[str, ...], *, healed: bool = False
+    ) -> None:
         """Route to exactly these engines; each holds the published version and digest.
 
-        In a fully async run the one address is the router's.
+        In a fully async run the one address is the router's. ``healed``: some were replaced, so
+        what failed under the former ones while nobody waited for a collection ends no run.
         """
         ...
 

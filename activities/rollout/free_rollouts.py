@@ -126,6 +126,14 @@ class FreeRollouts:
         self._epoch = None
         self._end_worker()
 
+    def healed(self) -> None:
+        """Dead engines were replaced: what failed under them while nobody collected is forgiven.
+
+        A paused run heals nothing, so its attempts may fail for as long as it pauses.
+        """
+        if self._update is None:
+            self._run.forgive()
+
     async def quiet(self, timeout_s: float) -> None:
         """Admit no training call and begin no group; return when the engines owe none.
 

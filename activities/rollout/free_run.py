@@ -26,7 +26,12 @@ from activities.rollout.recovery import POLL_S, ServingHealth, fatal_error
 from activities.rollout.selection import Selection
 from activities.rollout.source import PromptSource
 from activities.wire.engine_pool import EnginePool
-from models.errors import ContractViolation, GenerationFault, PerdureError
+from models.errors import (
+    ContractViolation,
+    GenerationFault,
+    PerdureError,
+    ServingFailureSustained,
+)
 from models.prompt import PromptDraw
 from models.sample import SampleGroup
 
@@ -106,6 +111,7 @@ class FreeRun:
         self._ends = False  # on purpose
         self._lifecycle = asyncio.Lock()
         self._failure: BaseException | None = None
+        self._forgiven: BaseException | None = None
 
     @property
     def is_running(self) -> bool:
@@ -171,6 +177,13 @@ class FreeRun:
         async with self._lifecycle:
             await self._stop()
 
+    def forgive(self) -> None:
+        """Engines are others from now on; the stop rule may have ended the worker under the old."""
+        self._health.start_over()
+        if isinstance(self._failure, ServingFailureSustained):
+            _log.warning("stop rule forgiven: engines were replaced", reason=str(self._failure))
+            self._forgiven = self._failure
+
     def forget_failure(self) -> None:
         """The worker's end concerns nobody any more: its epoch is over."""
         self._failure = None
@@ -199,7 +212,8 @@ class FreeRun:
 
     def _raise_failure(self) -> None:
         failure, self._failure = self._failure, None
-        if failure is not None:
+        forgiven, self._forgiven = self._forgiven, None
+        if failure is not None and failure is not forgiven:
             raise failure
 
     async def _work(self) -> None:

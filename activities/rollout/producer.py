@@ -126,11 +126,13 @@ class RolloutProducer:
         """Cursor and ledger under one lock, collections up to the index counted as consumed."""
         return self._parts.source.snapshot(consumed_through)
 
-    async def set_engines(self, token: FenceToken, urls: tuple[str, ...]) -> None:
+    async def set_engines(
+        self, token: FenceToken, urls: tuple[str, ...], *, healed: bool = False
+    ) -> None:
         """Route to exactly these engines; live calls to others fail and their groups requeue.
 
         In a fully async run the one address is the router's. Ordered by epoch alone: stages of
-        different updates may both replace an engine.
+        different updates may both replace an engine. ``healed``: see ``ProducerPort``.
         """
         self._admit_epoch(token)
         inference = self._spec.inference
@@ -139,6 +141,8 @@ class RolloutProducer:
         self._parts.gate.resize(permits)
         self._evaluation.resize(permits)
         await self._parts.pool.set_engines(urls)
+        if healed and self._free is not None:
+            self._free.healed()
 
     async def begin_publication(self, token: FenceToken, version: int) -> None:
         """See ``ProducerPort.begin_publication``.

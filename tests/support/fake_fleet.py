@@ -82,7 +82,10 @@ class FakeProducer:
         self.script.log.append(f"data_state {consumed_through}")
         return DataState(sample_group_index=2 * (consumed_through + 1))
 
-    async def set_engines(self, token: FenceToken, urls: tuple[str, ...]) -> None:
+    async def set_engines(
+        self, token: FenceToken, urls: tuple[str, ...], *, healed: bool = False
+    ) -> None:
+        self.healed = healed
         self._check(token)
         self.urls = urls
 

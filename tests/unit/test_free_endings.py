@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from contextlib import suppress
 
 import pytest
 
@@ -108,6 +109,67 @@ async def test_failures_under_dead_engines_do_not_end_the_epoch_that_replaced_th
     collection = await run.collect()
     assert collection.counts.groups == 2
     assert health.failures["unavailable"] >= 200  # totals are of the process
+
+
+NO_ENGINE = (503, {"detail": "No healthy rollout workers available"})
+
+
+async def paused_while_every_engine_dies(rig, seconds):
+    """A run that trained an update and is paused; its attempts fail for so long. Its clock."""
+    now = [0.0]
+    run = AsyncRun(rig, clock=lambda: now[0])
+    await run.start()
+    rig.engine.next_scripts.extend([rig.engine.answer] * 4)  # one collection, the queue not full
+    rig.engine.script = rig.engine.failing(*NO_ENGINE)
+    run.train(await run.collect())
+    await run.publish()
+    health = run.producer._parts.health
+    for second in range(1, seconds + 1):
+        now[0] = float(second)
+        health.record(faults=["unavailable"])
+        with suppress(ServingFailureSustained):  # the worker finds it within half a second
+            health.check()
+    if seconds > 300:
+        await until(lambda: any(row["fatal"] for row in rig.store.read_jsonl(ROLLOUT_ERRORS).rows))
+    return run, health, now
+
+
+@pytest.mark.parametrize("seconds", [290, 400])
+async def test_engines_that_die_under_a_pause_and_are_replaced_end_no_run(rig, seconds):
+    """Before the stop rule applies as well as after: the failures are of the former engines."""
+    run, health, now = await paused_while_every_engine_dies(rig, seconds)
+    rig.engine.script = rig.engine.answer
+    await run.producer.set_engines(run.token(5), ("http://one",), healed=True)
+    now[0] += 20.0  # the failures are younger than five minutes, and began longer ago than that
+    await run.updates(2)
+    run.require_accounted(run.trained[-1])
+    assert health.failures["unavailable"] >= seconds
+
+
+async def test_a_publication_replaces_no_engine_and_forgives_nothing(rig):
+    run, _, _ = await paused_while_every_engine_dies(rig, 400)
+    await run.producer.set_engines(run.token(5), ("http://one",))
+    with pytest.raises(ServingFailureSustained):
+        await run.collect()
+
+
+async def test_a_heal_under_a_waiting_collection_forgives_nothing(rig):
+    now = 0.0
+    run = AsyncRun(rig, clock=lambda: now)
+    await run.start()
+    rig.engine.script = rig.engine.failing(*NO_ENGINE)
+    collecting = asyncio.ensure_future(run.collect())
+    health = run.producer._parts.health
+    await until(lambda: health.failures["unavailable"] == 4)
+    for second in range(1, 302):
+        now = float(second)
+        health.record(faults=["unavailable"])
+        with suppress(ServingFailureSustained):
+            health.check()
+        if second % 50 == 0:  # an engine that dies again and again
+            await run.producer.set_engines(run.token(5), ("http://one",), healed=True)
+    with pytest.raises(ServingFailureSustained):
+        await collecting
 
 
 async def test_nothing_is_taken_once_the_worker_failed_although_it_still_writes_why(

@@ -77,6 +77,7 @@ async def test_a_new_engine_is_routed_to_once_it_is_verified(bench: PublicationB
     assert healed(bench, 1, incarnation=1)
     assert bench.fleet.live_router.table.engines[1].url == "http://engine-1.1"
     assert bench.fleet.live_producer.urls == ("http://router.0",)
+    assert bench.fleet.live_producer.healed
 
 
 async def test_a_new_router_gets_the_table_and_the_producer_its_address(

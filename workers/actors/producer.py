@@ -53,9 +53,11 @@ class ProducerActor:
         """See ``ProducerPort.data_state``."""
         return await self._ready().data_state(consumed_through)
 
-    async def set_engines(self, token: FenceToken, urls: tuple[str, ...]) -> None:
+    async def set_engines(
+        self, token: FenceToken, urls: tuple[str, ...], healed: bool = False
+    ) -> None:
         """See ``ProducerPort.set_engines``."""
-        await self._ready().set_engines(token, urls)
+        await self._ready().set_engines(token, urls, healed=healed)
 
     async def begin_publication(self, token: FenceToken, version: int) -> None:
         """See ``ProducerPort.begin_publication``."""

@@ -86,9 +86,11 @@ class RemoteProducer:
         state: DataState = await self._actor.call("data_state", consumed_through)
         return state
 
-    async def set_engines(self, token: FenceToken, urls: tuple[str, ...]) -> None:
+    async def set_engines(
+        self, token: FenceToken, urls: tuple[str, ...], *, healed: bool = False
+    ) -> None:
         """See ``ProducerPort``."""
-        await self._actor.call("set_engines", token, urls)
+        await self._actor.call("set_engines", token, urls, healed)
 
     async def begin_publication(self, token: FenceToken, version: int) -> None:
         """See ``ProducerPort``."""
