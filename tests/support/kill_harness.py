@@ -180,10 +180,13 @@ class Job:
     async def kill_and_measure(self, victim: str, moment: str) -> Recovery:
         """Kill at the moment, bring the stack up again if all died, wait for the next update.
 
-        ``moment`` is ``update``, ``checkpoint``, ``evaluation``, or ``any`` for at once.
+        ``moment`` is ``update``, ``training``, ``publication``, ``checkpoint``, ``evaluation``, or
+        ``any`` for at once.
         """
         prefixes = {
             "update": ("optimize", "collect"),
+            "training": ("optimize",),
+            "publication": ("publish",),
             "checkpoint": ("checkpoint",),
             "evaluation": ("evaluate",),
             "any": (),
@@ -281,6 +284,7 @@ def write_config(path: Path, name: str, root: Path, model: Path, **settings: obj
         },
         "evaluation": {"interval": 6, "initial": False},
         "async": {},
+        "placement": {},
         "tracking": {"wandb_mode": "disabled"},
     }
     for key, value in settings.items():
