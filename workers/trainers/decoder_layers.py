@@ -19,6 +19,9 @@ from workers.trainers.document_attention import BLOCKS
 Forward = Callable[..., Tensor]
 """(hidden [1, T, H], **options) -> hidden [1, T, H], as transformers has it."""
 
+Backend = Callable[..., Any]
+"""A compiler of torch.compile."""
+
 
 def decoder_layers(model: Any, key: str) -> nn.ModuleList:
     """The layers of a causal LM, first one first.
@@ -45,7 +48,7 @@ def recompute_layers(model: Any) -> None:
         )
 
 
-def compile_layers(model: Any, backend: str = "inductor") -> None:
+def compile_layers(model: Any, backend: str | Backend = "inductor") -> None:
     """Compile every layer for packs of documents of any length; all share what was compiled.
 
     Forwards without documents, of a probe or a filler, are computed as before. A layer that cannot
@@ -55,7 +58,7 @@ def compile_layers(model: Any, backend: str = "inductor") -> None:
         layer.forward = _for_packs(layer.forward, backend)
 
 
-def _for_packs(plain: Forward, backend: str) -> Forward:
+def _for_packs(plain: Forward, backend: str | Backend) -> Forward:
     compiled: Forward = torch.compile(plain, fullgraph=True, backend=backend)
 
     def forward(hidden: Tensor, **options: Any) -> Tensor:

@@ -111,7 +111,8 @@ def _within_documents(base: Attention, kernel: bool) -> Attention:
         if blocks is None:
             return base(module, query, key, value, attention_mask, **options)
         if isinstance(blocks, Bounds):
-            return _by_kernel(query, key, value, blocks, torch.bfloat16, options), None
+            # nothing follows the product that makes values: they have the dtype of products
+            return _by_kernel(query, key, value, blocks, value.dtype, options), None
         dtype = kernel_dtype(query, value) if kernel and not _beyond_kernel(options) else None
         if dtype is None:
             return attend_padded(base, module, query, key, value, blocks, **options), None

@@ -15,6 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from workers.trainers.decoder_layers import Backend
+
 _CACHED_ELEMENTS = 1 << 21  # float32 temporaries of this size stay in a processor's cache
 _GPU_ELEMENTS = 1 << 28  # 1 GiB for each float32 temporary, few launches for many rows
 
@@ -95,7 +97,7 @@ class CompiledSoftmax:
 
     rows = 1 << 30
 
-    def __init__(self, temperature: float, backend: str = "inductor") -> None:
+    def __init__(self, temperature: float, backend: str | Backend = "inductor") -> None:
         self._temperature = temperature
         self._forward = _compiled(_statistics, backend)
         self._backward = _compiled(_overwrite, backend)
@@ -152,7 +154,7 @@ def _overwrite(
     logits.copy_((log_p.exp() * factor + at_target) / temperature)
 
 
-def _compiled(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
+def _compiled(function: Callable[..., Any], backend: str | Backend) -> Callable[..., Any]:
     """``function`` of tensors with any number of rows."""
     compiled: Callable[..., Any] = torch.compile(function, fullgraph=True, backend=backend)
     mark: Any = torch._dynamo.maybe_mark_dynamic
