@@ -5,22 +5,29 @@ heartbeat time-out in all, and a slow disk would look like a dead worker.
 
 The call runs as a task of its own, so a slow answer to a progress question never delays a beat by
 more than a quarter of the heartbeat time-out. Beating on liveness alone would hide a call that
-hangs for ever; progress that does not move for ``stall_s`` ends it.
+hangs for ever; progress that does not move for ``stall_s`` ends it. Who works answers the question
+beside the work, from memory: one that says nothing at all for ``silent_s`` hangs as a whole (its
+process is stopped, its loop blocked), and that ends the call much sooner.
 """
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import structlog
 from temporalio import activity
 
+from activities.multiplier import infra_timeout_multiplier
 from models.errors import ActorLost, PerdureError, ServiceUnreachable
 from models.ports import StageProgress
 
 STALL_S = 1800.0
 """Longest time without any progress; above every single step that a back end reports."""
+
+SILENT_S = 120.0
+"""Longest time without any answer, times the infrastructure multiplier. Four times what a call to
+an actor waits on a machine whose cores are all busy."""
 
 JOIN_TIMEOUT_S = 20.0
 """Longest wait for a cancelled call to end before it is left to itself."""
@@ -40,6 +47,7 @@ async def beating(
     progress_of: ProgressOf | None = None,
     *,
     stall_s: float = STALL_S,
+    silent_s: float = SILENT_S,
     stalled: type[PerdureError] = ServiceUnreachable,
 ) -> T:
     """Await ``call`` while heartbeating a ``StageProgress``.
@@ -49,7 +57,9 @@ async def beating(
         stage: name in the heartbeat until the first progress arrives.
         progress_of: what the call has done so far; without it a stall cannot be noticed.
         stall_s: seconds without a change of progress after which the call is given up.
-        stalled: what a stall is raised as.
+        silent_s: seconds without an answer from ``progress_of`` after which it is given up, before
+            the infrastructure multiplier.
+        stalled: what a stall or a silence is raised as.
 
     Raises:
         PerdureError: whatever ``call`` raises, or ``stalled``.
@@ -57,38 +67,89 @@ async def beating(
     """
     interval = _interval()
     work = asyncio.create_task(call, name=stage)
-    seen, seen_at = StageProgress(stage=stage), time.monotonic()
+    questions = _Questions(progress_of, StageProgress(stage=stage))
+    limits = _Limits(stage, stall_s, silent_s * infra_timeout_multiplier(), stalled)
     try:
         while not work.done():
-            activity.heartbeat(seen)
+            activity.heartbeat(questions.seen)
             await asyncio.wait({work}, timeout=interval)
             if work.done() or progress_of is None:
                 continue
-            latest = await _ask(progress_of, seen, interval)
-            if latest != seen:
-                seen, seen_at = latest, time.monotonic()
-            elif time.monotonic() - seen_at > stall_s:
-                raise stalled(
-                    f"{stage}: no progress for {stall_s:.0f} s at {seen.stage} "
-                    f"{seen.done} of {seen.total} {seen.detail}".rstrip()
-                )
+            await questions.ask(interval)
+            if not work.done():
+                limits.require(questions)
         return work.result()
     finally:
+        questions.close()
         await _join(work, stage, interval)
+
+
+class _Questions:
+    """Asks for progress, one question at a time; one that is slow stays asked."""
+
+    def __init__(self, progress_of: ProgressOf | None, seen: StageProgress) -> None:
+        self._progress_of = progress_of
+        self._asking: asyncio.Task[StageProgress] | None = None
+        self.seen = seen
+        self.moved_at = self.answered_at = time.monotonic()
+
+    async def ask(self, timeout_s: float) -> None:
+        """Take the answer if it comes in time; an unanswered question is no failure of the call."""
+        assert self._progress_of is not None
+        if self._asking is None:
+            self._asking = asyncio.ensure_future(self._one(self._progress_of))
+        await asyncio.wait({self._asking}, timeout=timeout_s)
+        if not self._asking.done():
+            return
+        asking, self._asking = self._asking, None
+        try:
+            latest = asking.result()
+        except (ServiceUnreachable, TimeoutError) as error:
+            _log.debug("progress unknown", stage=self.seen.stage, reason=str(error))
+            return
+        except ActorLost as error:  # the call itself says so, or waits for its replacement
+            _log.debug("progress unknown", stage=self.seen.stage, reason=str(error))
+            latest = self.seen
+        self.answered_at = time.monotonic()
+        if latest != self.seen:
+            self.seen, self.moved_at = latest, self.answered_at
+
+    def close(self) -> None:
+        """Ask nothing more."""
+        if self._asking is not None:
+            self._asking.cancel()
+
+    @staticmethod
+    async def _one(progress_of: ProgressOf) -> StageProgress:
+        return await progress_of()
+
+
+class _Limits(NamedTuple):
+    """How long a call may go without a sign of life. Seconds."""
+
+    stage: str
+    stall_s: float
+    silent_s: float
+    stalled: type[PerdureError]
+
+    def require(self, questions: _Questions) -> None:
+        """Raise ``stalled`` when a limit is passed."""
+        now, seen = time.monotonic(), questions.seen
+        if now - questions.answered_at > self.silent_s:
+            raise self.stalled(
+                f"{self.stage}: who works at it has not answered for {self.silent_s:.0f} s, last "
+                f"heard of at {seen.stage} {seen.done} of {seen.total}"
+            )
+        if now - questions.moved_at > self.stall_s:
+            raise self.stalled(
+                f"{self.stage}: no progress for {self.stall_s:.0f} s at {seen.stage} "
+                f"{seen.done} of {seen.total} {seen.detail}".rstrip()
+            )
 
 
 def _interval() -> float:
     timeout = activity.info().heartbeat_timeout
     return timeout.total_seconds() / 4 if timeout else _UNLIMITED_BEAT_S
-
-
-async def _ask(progress_of: ProgressOf, seen: StageProgress, timeout_s: float) -> StageProgress:
-    """The newest progress; an unanswered question is not a failure of the call."""
-    try:
-        return await asyncio.wait_for(progress_of(), timeout_s)
-    except (ActorLost, ServiceUnreachable, TimeoutError) as error:
-        _log.debug("progress unknown", stage=seen.stage, reason=str(error))
-        return seen
 
 
 async def _join(work: "asyncio.Task[T]", stage: str, interval: float) -> None:

@@ -95,6 +95,60 @@ async def test_a_stall_is_noticed_and_the_call_ended() -> None:
     assert ended.is_set()
 
 
+async def test_a_process_that_answers_nothing_is_given_up_long_before_a_stall() -> None:
+    activity, beats = environment(heartbeat_s=0.04)
+    ended = asyncio.Event()
+    asked = 0
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    async def silent() -> StageProgress:
+        nonlocal asked
+        asked += 1
+        if asked <= 2:
+            return StageProgress(stage="forward", done=asked, total=8)
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def body() -> None:
+        await beating(work(), "optimize 1", silent, silent_s=0.3, stalled=TrainerLost)
+
+    with pytest.raises(TrainerLost, match="has not answered for 0 s, last heard of at forward 2"):
+        await asyncio.wait_for(activity.run(body), 5)
+    assert ended.is_set()
+    assert asked == 3, "one question at a time"
+    assert beats[-1].done == 2 or beats[-1].detail == "ending"
+
+
+@pytest.mark.parametrize("slow_s", [0.1, 0.0])
+async def test_slow_answers_and_errors_of_a_lost_actor_are_no_silence(slow_s: float) -> None:
+    activity, _ = environment(heartbeat_s=0.04)
+    asked = 0
+
+    async def work() -> str:
+        async with asyncio.timeout(5):
+            while asked < 8:
+                await asyncio.sleep(0.01)
+        return "done"
+
+    async def progress() -> StageProgress:
+        nonlocal asked
+        asked += 1
+        if not slow_s:
+            raise TrainerLost("gone: the call ends with it")
+        await asyncio.sleep(slow_s)  # longer than a beat
+        return StageProgress(stage="forward")
+
+    async def body() -> str:
+        return await beating(work(), "x", progress, silent_s=0.5, stalled=TrainerLost)
+
+    assert await activity.run(body) == "done"
+
+
 async def test_cancellation_ends_the_call_before_the_activity() -> None:
     activity, _ = environment()
     started, ended = asyncio.Event(), asyncio.Event()
