@@ -1,0 +1,15 @@
+"""``doctor``: check what a run needs, before it needs it."""
+
+import typer
+
+from workers.cli.doctor_engine import engine
+
+group = typer.Typer(no_args_is_help=True, help="Check engines and machines.")
+
+
+@group.callback()
+def _group() -> None:
+    """Check engines and machines."""
+
+
+group.command("engine")(engine)

@@ -1,0 +1,1 @@
+"""Checks of what a run needs, made before it starts."""
