@@ -6,7 +6,7 @@ width K, feed-forward width I. Arithmetic in bfloat16 keeps the residual stream 
 
     float32               24 H + 16 Q + 16 K + 16 I
     bfloat16              26 H + 10 Q + 10 K +  8 I
-    bfloat16, compiled    10 H +  4 Q +  4 K +  6 I     norms and rotations are computed again
+    bfloat16, compiled    10 H +  6 Q +  6 K +  6 I     norms are computed again
     checkpointing          4 H                          and one layer as above at a time
 
 A layer of experts keeps I for each expert that a token goes through; what sorting tokens by expert
@@ -26,7 +26,7 @@ GPU_CHUNK_TOKENS = 8192
 """A chunk adds to the head's gradient once: fewer, larger ones move less memory."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 _KEPT = {"float32": (24, 16, 16, 16), "bfloat16": (26, 10, 10, 8)}
-_KEPT_COMPILED = (10, 4, 4, 6)
+_KEPT_COMPILED = (10, 6, 6, 6)
 _KEPT_BY_CHECKPOINTING = 4
 """Bytes of each element of the residual stream, which is float32."""
 _SLICE_BYTES = 24 << 20

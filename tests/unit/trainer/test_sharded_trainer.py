@@ -69,6 +69,16 @@ def events(spec, rank, name):
         ("model", {"trainer": {"micro_batch_tokens": 16, "logprob_chunk_tokens": 16}}),
         ("model", {"training": {"kl_loss_coef": 0.1, "entropy_coef": 0.01}}),
         ("model", {"trainer": {"packing": "documents", "micro_batch_tokens": 32}}),
+        (
+            "model",
+            {
+                "trainer": {
+                    "packing": "documents",
+                    "micro_batch_tokens": 32,
+                    "activation_checkpointing": True,
+                }
+            },
+        ),
         ("mixture", {"training": {"global_batch_size": 4, "loss_aggregation": "token"}}),
     ],
 )

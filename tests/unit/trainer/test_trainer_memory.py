@@ -1,0 +1,160 @@
+"""What layers keep for the backward pass, counted while they compute, beside the estimate."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from configs.memory import ModelShape
+from configs.trainer_memory import activation_bytes, trainer_bytes, trainer_memory
+from workers.trainers import document_attention
+from workers.trainers.decoder_layers import compile_layers, recompute_layers
+from workers.trainers.device_memory import PeakMemory, expected_memory
+from workers.trainers.document_attention import use_document_attention
+from workers.trainers.documents import Document, collate_documents
+from workers.trainers.logprobs import Scorer
+
+pytestmark = [  # what torch's compiler sets off by itself
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
+]
+TOKENS = 640  # no width of the models below
+WIDTHS = [(64, 4, 2, 16, 96), (128, 8, 4, 32, 160)]
+
+
+@torch.library.custom_op("perdure_tests::attend", mutates_args=())
+def keeps_inputs_and_output(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> torch.Tensor:
+    """Stands for the kernel: it keeps what that keeps."""
+    return query.clone(memory_format=torch.contiguous_format)
+
+
+@keeps_inputs_and_output.register_fake
+def _(query, key, value):
+    return torch.empty_like(query, memory_format=torch.contiguous_format)
+
+
+keeps_inputs_and_output.register_autograd(
+    lambda ctx, gradient: tuple(
+        saved + gradient.sum() + ctx.saved_tensors[3].sum() for saved in ctx.saved_tensors[:3]
+    ),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, output),
+)
+
+
+def config_of(widths, layers):
+    hidden, heads, kv_heads, size, feed_forward = widths
+    config = Qwen3Config(
+        vocab_size=60,
+        hidden_size=hidden,
+        intermediate_size=feed_forward,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=size,
+    )
+    config._attn_implementation = "sdpa"
+    return config
+
+
+def kept_bytes(widths, layers, dtype, compiled, again):
+    """Of a forward: storages of as many elements a token as they have, weights left out."""
+    model = AutoModelForCausalLM.from_config(config_of(widths, layers), dtype=torch.float32).eval()
+    use_document_attention(model)
+    if compiled:
+        torch._dynamo.reset()
+        compile_layers(model, "aot_eager_decomp_partition")
+    if again:
+        recompute_layers(model)
+    scorer = Scorer.of(model, 1.0, 64, dtype, longest_document=TOKENS if compiled else None)
+    pack = collate_documents([Document([1] * 20, [2] * 300, i * 300) for i in range(2)])
+    seen = {}
+
+    def note(tensor):
+        storage = tensor.untyped_storage()
+        if any(size in (TOKENS, 2 * TOKENS) for size in tensor.shape):
+            seen[storage.data_ptr()] = (storage.nbytes(), tensor)
+        return tensor
+
+    with scorer._autocast(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        scorer._hidden(pack)
+    return sum(size for size, _ in seen.values())
+
+
+@pytest.mark.parametrize("widths", WIDTHS)
+@pytest.mark.parametrize(
+    ("dtype", "compiled", "again"),
+    [
+        ("float32", False, False),
+        ("bfloat16", False, False),
+        ("bfloat16", True, False),
+        ("bfloat16", False, True),
+        ("bfloat16", True, True),
+    ],
+)
+def test_layers_keep_what_is_estimated(make_spec, monkeypatch, widths, dtype, compiled, again):
+    torch_dtype = getattr(torch, dtype)
+    monkeypatch.setattr(document_attention, "kernel_dtype", lambda query, value: torch_dtype)
+    monkeypatch.setattr(
+        document_attention,
+        "attend",
+        lambda query, key, value, bounds, scale: keeps_inputs_and_output(query, key, value),
+    )
+    seen = [kept_bytes(widths, layers, torch_dtype, compiled, again) for layers in (2, 4)]
+    trainer = {
+        "compute_dtype": dtype,
+        "compile": compiled,
+        "activation_checkpointing": again,
+        "micro_batch_tokens": TOKENS,
+    }
+    hidden, heads, kv_heads, size, feed_forward = widths
+    estimates = [
+        activation_bytes(
+            make_spec(trainer=trainer),
+            ModelShape(0, 0, layers, kv_heads, size, 60, 0, hidden, heads, feed_forward),
+        )
+        for layers in (2, 4)
+    ]
+    assert seen[1] - seen[0] == pytest.approx(estimates[1] - estimates[0], rel=0.03)
+
+
+def test_what_a_process_holds_by_hand(make_spec):
+    # 100 parameters a layer would do; states 16 bytes each and 2 for the bfloat16 copy
+    spec = make_spec(
+        trainer={
+            "compute_dtype": "bfloat16",
+            "micro_batch_tokens": 100,
+            "num_processes": 2,
+            "logprob_chunk_tokens": 50,
+        }
+    )
+    shape = ModelShape(1000, 1000, 3, 2, 8, 500, 0, 32, 4, 64)
+    held = trainer_memory(spec, shape, on_gpu=True)
+    assert held.states == 18 * 1000
+    layer = 26 * 32 + 10 * 32 + 10 * 16 + 8 * 64
+    assert held.activations == 100 * (3 * layer + layer)
+    assert held.logits == 50 * 500 * (2 + 12)
+    assert held.of_process(2) == 9000 + held.activations + held.logits
+    # of a large vocabulary a GPU computes some rows at a time, a CPU fewer
+    big = make_spec(trainer={"compute_dtype": "bfloat16", "logprob_chunk_tokens": 8192})
+    logits = 8192 * 150_000 * 2
+    assert trainer_bytes(big, 0, 150_000, on_gpu=True)[1] == logits + (3 << 30)
+    assert trainer_bytes(big, 0, 150_000)[1] == logits + (24 << 20)
+
+
+def test_a_loaded_model_has_the_estimate_of_its_shape(make_spec, make_model, make_mixture):
+    spec = make_spec()
+    model = make_model("qwen3")
+    parameters = sum(p.numel() for p in model.parameters())
+    shape = ModelShape(parameters, parameters, 2, 2, 8, 100, 0, 32, 4, 64)
+    assert expected_memory(spec, model) == trainer_memory(spec, shape, on_gpu=False)
+    mixture = make_mixture("qwen3_moe")
+    parameters = sum(p.numel() for p in mixture.parameters())
+    shape = ModelShape(parameters, parameters, 3, 2, 8, 100, 0, 32, 4, 2 * 16)
+    assert expected_memory(spec, mixture) == trainer_memory(spec, shape, on_gpu=False)
+
+
+def test_without_a_gpu_no_peak_is_told(make_spec, make_model):
+    memory = PeakMemory(make_spec(), make_model("qwen3"))
+    memory.begin()
+    assert memory.conclude(0, lambda event, values: pytest.fail("told")) == {}
