@@ -6,7 +6,9 @@ is gone: requests then hang until their senders' deadlines, and ``/health`` alon
 20 s into a pause as well, so a paused engine is asked for ``/server_info``, which proves less.
 """
 
+import asyncio
 from collections.abc import Collection, Hashable
+from typing import Protocol
 
 INTERVAL_S = 5.0
 """From one look at an engine to the next."""
@@ -34,3 +36,20 @@ class FailedLooks:
     def keep(self, engines: Collection[Hashable]) -> None:
         """Forget all engines but these."""
         self._failed = {each: count for each, count in self._failed.items() if each in engines}
+
+
+class LookedAt(Protocol):
+    """A client of one engine."""
+
+    async def health(self, *, timeout_s: float) -> bool:
+        """Whether it generates."""
+        ...
+
+
+async def until_hung(engine: LookedAt, timeout_s: float = TIMEOUT_S) -> None:
+    """Look at ``engine`` again and again; return when it hangs. It must not be paused."""
+    looks = FailedLooks()
+    while True:
+        await asyncio.sleep(INTERVAL_S)
+        if looks.note("this one", await engine.health(timeout_s=timeout_s)):
+            return

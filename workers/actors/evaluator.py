@@ -16,6 +16,7 @@ from activities.rollout.held_out import evaluation_report
 from activities.site import store_of
 from activities.storage import layout
 from activities.verifiers.registry import build_verifiers
+from activities.wire import health
 from activities.wire.client import EngineClient
 from activities.wire.digest import weights_digest
 from configs.run import RunSpec
@@ -92,7 +93,7 @@ class EvaluatorActor(ServerActor):
         await self._verify(url)
         self._sampling = await asyncio.to_thread(self._build)
         started = time.monotonic()
-        groups = await self._while_serving(self._sampling.run(url, snapshot.policy_version))
+        groups = await self._while_serving(url, self._sampling.run(url, snapshot.policy_version))
         request = EvaluateRequest(
             run=self._job.run,
             epoch=0,
@@ -137,22 +138,34 @@ class EvaluatorActor(ServerActor):
             prepared.vocab_size,
         )
 
-    async def _while_serving(self, work: Coroutine[Any, Any, T]) -> T:
-        """Result of ``work``; ``EngineLost`` as soon as the engine ends in front of it."""
+    async def _while_serving(self, url: str, work: Coroutine[Any, Any, T]) -> T:
+        """Result of ``work``; ``EngineLost`` as soon as the engine ends or hangs in front of it."""
         working = asyncio.ensure_future(work)
         ending = asyncio.ensure_future(self.wait_exit())
+        hanging = asyncio.ensure_future(self._hangs(url))
+        tasks = (working, ending, hanging)
         try:
-            await asyncio.wait({working, ending}, return_when=asyncio.FIRST_COMPLETED)
-            if not working.done():
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                return working.result()
+            if not ending.done():
                 raise EngineLost(
-                    f"the engine of {self._job.experiment_id} ended with status "
-                    f"{ending.result().returncode}; end of its log:\n{ending.result().log_tail}"
+                    f"the engine of {self._job.experiment_id} lives and generates nothing: "
+                    f"{health.FAILURES} looks at it failed in a row"
                 )
-            return working.result()
+            raise EngineLost(
+                f"the engine of {self._job.experiment_id} ended with status "
+                f"{ending.result().returncode}; end of its log:\n{ending.result().log_tail}"
+            )
         finally:
-            working.cancel()
-            ending.cancel()
-            await asyncio.gather(working, ending, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _hangs(self, url: str) -> None:
+        """Return when the engine hangs."""
+        async with contextlib.aclosing(EngineClient(url)) as client:
+            await health.until_hung(client, health.TIMEOUT_S * self._order.timeout_factor)
 
 
 def engine_spec(spec: RunSpec) -> RunSpec:
