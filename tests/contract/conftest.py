@@ -21,11 +21,16 @@ import pytest
 
 from tests.support.engine_model import CONFIG, GPU_SIZES, write_engine_model
 from tests.support.served_engine import DEADLINE_S, ServedEngine
-from tests.support.sglang_server import MAX_QUEUED, sees_gpu, sglang_python, sglang_server
+from tests.support.sglang_server import (
+    MAX_QUEUED,
+    NO_SGLANG,
+    sees_gpu,
+    sglang_python,
+    sglang_server,
+)
 
 SGLANG_START_S = 300
 BFLOAT16_TOLERANCE = 0.3
-NO_SGLANG = "no SGLang: scripts/setup-sglang-cpu makes .venv-sglang, or set PERDURE_SGLANG_PYTHON"
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ PROBE_DEADLINE_S = 60.0
 LOG_LINES = 30
 CONTEXT_LENGTH = 4090
 """Of a run. The server keeps six more positions, which makes the 4096 of the model."""
+NO_SGLANG = "no SGLang: scripts/setup-sglang-cpu makes .venv-sglang, or set PERDURE_SGLANG_PYTHON"
 MAX_QUEUED = 8
 """As many as a test sends at once: all count as queued when they arrive."""
 SERVER = {"enable_metrics": True, "skip_server_warmup": True}
