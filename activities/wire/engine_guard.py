@@ -108,7 +108,8 @@ class EngineGuard:
         """Refuse to take memory from a server that was not started for it."""
         if info.get("enable_memory_saver") is not True:
             raise self._refusal(
-                "release_memory_occupation", "start it with inference.sglang.enable_memory_saver"
+                "release_memory_occupation",
+                "it was started without --enable-memory-saver (placement.mode colocated sets it)",
             )
 
     def require_tensors(
