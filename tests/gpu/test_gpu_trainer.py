@@ -8,6 +8,7 @@ roundings.
 import json
 import random
 
+import numpy
 import pytest
 import rank_pool
 import torch
@@ -194,8 +195,9 @@ def run_spec(root, **trainer):
             "data": {"prompt_data": "none.jsonl"},
             "output": {"root": str(root)},
             "training": {"num_rollouts": 9, "rollout_batch_size": 2, "samples_per_prompt": 4},
-            # Adam's first step is almost the gradient's sign; a large epsilon makes it smooth
-            "optimizer": {"learning_rate": 1e-3, "adam_eps": 1e-2},
+            # Adam's first step is almost the gradient's sign; a large epsilon makes it smooth, and
+            # the rate makes it large beside the roundings of the weights themselves
+            "optimizer": {"learning_rate": 1.0, "adam_eps": 1e-2},
             "core": {"max_context_length": 600},
             "inference": {"max_response_length": 512},
             "trainer": {"micro_batch_tokens": 2048, **trainer},
@@ -244,10 +246,10 @@ def test_what_the_kernel_cannot_take_is_refused(tmp_path, model_dir):
 @pytest.mark.parametrize(
     ("options", "tolerance"),
     [
-        ({"packing": "documents"}, 1e-4),
-        ({"packing": "documents", "activation_checkpointing": True}, 1e-4),
-        ({"compute_dtype": "bfloat16"}, 0.05),
-        ({"compute_dtype": "bfloat16", "compile": True, "activation_checkpointing": True}, 0.05),
+        ({"packing": "documents"}, 1e-3),
+        ({"packing": "documents", "activation_checkpointing": True}, 1e-3),
+        ({"compute_dtype": "bfloat16"}, 0.1),
+        ({"compute_dtype": "bfloat16", "compile": True, "activation_checkpointing": True}, 0.1),
     ],
 )
 def test_two_gpus_take_the_step_of_one(tmp_path, model_dir, monkeypatch, options, tolerance):
@@ -264,5 +266,6 @@ def test_two_gpus_take_the_step_of_one(tmp_path, model_dir, monkeypatch, options
     finally:
         pool.close()
     for name, expected in alone.items():
-        moved = abs(expected - before[name].numpy()).max()
-        assert abs(together[0].parameters[name] - expected).max() <= tolerance * moved, name
+        moved = numpy.linalg.norm(expected - before[name].numpy())
+        gap = numpy.linalg.norm(together[0].parameters[name] - expected)
+        assert gap <= tolerance * moved, name
