@@ -26,8 +26,6 @@ _ROUTER_END = ".mlp.gate.weight"
 """End of the name of a router's tensor, one a routed layer."""
 _EXPERT_PART = ".mlp.experts."
 """Part of the name of every tensor that belongs to a routed expert."""
-_TINY_VOCABULARY = 100
-"""Newline, 95 printable ASCII characters and four special tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,38 +65,38 @@ def model_shape(spec: RunSpec) -> ModelShape | None:
 def tiny_shape(tiny: TinySpec) -> ModelShape:
     """Count a tiny decoder.
 
-    Dense Qwen3 has a tied embedding and a feed-forward of 4 x width: three D x 4D matrices. A
+    Dense Qwen3 has a tied embedding and a feed-forward of width F: three D x F matrices. A
     mixture of E experts of width I has three D x I matrices each, a router of E x D, and a head of
-    its own. A layer has q and o of D x D, k and v of D x (kv heads x head), two norms of D, and
-    query and key norms: of the head size in Qwen3, of all heads in OLMoE. One norm of D ends the
-    stack.
+    its own. A layer has q and o of D x (heads x head), k and v of D x (kv heads x head), two norms
+    of D, and query and key norms: of the head size in Qwen3, of all heads in OLMoE. One norm of D
+    ends the stack.
     """
-    width, head = tiny.hidden_size, tiny.hidden_size // tiny.num_heads
-    kv_width = tiny.num_kv_heads * head
+    width, head = tiny.hidden_size, tiny.head_size
+    query_width, kv_width = tiny.num_heads * head, tiny.num_kv_heads * head
     norms = 2 * width + (width + kv_width if tiny.architecture == "olmoe" else 2 * head)
-    layer = active_layer = 2 * width * width + 2 * width * kv_width + norms
+    layer = active_layer = 2 * width * (query_width + kv_width) + norms
     experts = tiny.experts
     if experts is None:
-        layer += 3 * width * 4 * width
+        layer += 3 * width * tiny.inner_size
         active_layer = layer
     else:
         router, expert = experts.num_experts * width, 3 * width * experts.moe_intermediate_size
         layer += router + experts.num_experts * expert
         active_layer += router + experts.experts_per_token * expert
-    outside = _TINY_VOCABULARY * width * (1 if experts is None else 2) + width
+    outside = tiny.vocab_size * width * (1 if experts is None else 2) + width
     return ModelShape(
         num_parameters=outside + tiny.num_layers * layer,
         num_active_parameters=outside + tiny.num_layers * active_layer,
         num_layers=tiny.num_layers,
         num_kv_heads=tiny.num_kv_heads,
         head_dim=head,
-        vocab_size=_TINY_VOCABULARY,
+        vocab_size=tiny.vocab_size,
         route_bytes=0
         if experts is None
         else _ROUTE_BYTES * tiny.num_layers * experts.experts_per_token,
         hidden_size=width,
         num_heads=tiny.num_heads,
-        intermediate_size=4 * width
+        intermediate_size=tiny.inner_size
         if experts is None
         else experts.experts_per_token * experts.moe_intermediate_size,
     )

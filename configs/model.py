@@ -10,6 +10,8 @@ from configs.section import Section
 TinyArchitecture = Literal["qwen3", "qwen3_moe", "olmoe"]
 MOE_ARCHITECTURES = ("qwen3_moe", "olmoe")
 """Tiny architectures whose feed-forward layers are mixtures of experts."""
+TINY_VOCABULARY = 100
+"""Newline, 95 printable ASCII characters and four special tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,14 @@ class TinySpec(Section):
     """Attention heads."""
     num_kv_heads: int = Field(default=2, ge=1)
     """Key/value heads; divides ``num_heads``."""
+    head_dim: int | None = Field(default=None, ge=2)
+    """Size of a head of Qwen3; default: ``hidden_size`` over ``num_heads``."""
+    intermediate_size: int | None = Field(default=None, ge=1)
+    """Inner width of a dense feed-forward; default: four times ``hidden_size``."""
+    vocab_size: int = Field(default=TINY_VOCABULARY, ge=TINY_VOCABULARY)
+    """Tokens; those above the characters are written as their own number and no prompt has them."""
+    max_positions: int = Field(default=512, ge=8)
+    """Longest sequence in tokens."""
     num_experts: int | None = Field(default=None, ge=2)
     """Experts of a layer of a mixture of experts; default: 8."""
     experts_per_token: int | None = Field(default=None, ge=1)
@@ -51,6 +61,16 @@ class TinySpec(Section):
     """AdamW learning rate of the warm-up."""
     seed: int = Field(default=0, ge=0)
     """Seed of initialization and warm-up batches."""
+
+    @property
+    def head_size(self) -> int:
+        """Size of a head, worked out."""
+        return self.head_dim or self.hidden_size // self.num_heads
+
+    @property
+    def inner_size(self) -> int:
+        """Width of a dense feed-forward, worked out."""
+        return self.intermediate_size or 4 * self.hidden_size
 
     @property
     def experts(self) -> TinyExperts | None:

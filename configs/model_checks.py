@@ -49,13 +49,32 @@ def _tiny_sizes(tiny: TinySpec) -> Iterator[Problem]:
             tiny.num_kv_heads,
             f"use one of {[n for n in range(1, tiny.num_heads + 1) if not tiny.num_heads % n]}",
         )
-    if tiny.hidden_size % (2 * tiny.num_heads):
+    if tiny.head_dim is not None:
+        yield from _tiny_head(tiny.head_dim, tiny)
+    elif tiny.hidden_size % (2 * tiny.num_heads):
         step = 2 * tiny.num_heads
         yield Problem(
             "model.tiny.hidden_size",
             f"must be a multiple of 2 x num_heads = {step}: rotary heads are even",
             tiny.hidden_size,
             f"use {max(1, round(tiny.hidden_size / step)) * step}",
+        )
+
+
+def _tiny_head(head_dim: int, tiny: TinySpec) -> Iterator[Problem]:
+    if head_dim % 2:
+        yield Problem(
+            "model.tiny.head_dim",
+            "must be even: rotary heads are",
+            head_dim,
+            f"use {head_dim + 1}",
+        )
+    if tiny.architecture == "olmoe":
+        yield Problem(
+            "model.tiny.head_dim",
+            "OLMoE has heads of hidden_size / num_heads only",
+            head_dim,
+            "remove it, or use another model.tiny.architecture",
         )
 
 
@@ -73,6 +92,13 @@ def _tiny_experts(tiny: TinySpec) -> Iterator[Problem]:
                     f"{', '.join(MOE_ARCHITECTURES)}",
                 )
         return
+    if tiny.intermediate_size is not None:
+        yield Problem(
+            "model.tiny.intermediate_size",
+            f"only goes with dense layers, and {tiny.architecture} is a mixture of experts",
+            tiny.intermediate_size,
+            "use model.tiny.moe_intermediate_size",
+        )
     if experts.experts_per_token > experts.num_experts:
         yield Problem(
             "model.tiny.experts_per_token",

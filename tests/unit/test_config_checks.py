@@ -119,6 +119,25 @@ data.prompt_data = "/nowhere/train.jsonl"
         ),
         (["model.tiny.num_layers=2"], "model.tiny", ["org/name"]),
         (
+            ['model.source="tiny"', "model.tiny.head_dim=33"],
+            "model.tiny.head_dim = 33",
+            ["even", "34"],
+        ),
+        (
+            ['model.source="tiny"', 'model.tiny.architecture="olmoe"', "model.tiny.head_dim=32"],
+            "model.tiny.head_dim = 32",
+            ["OLMoE"],
+        ),
+        (
+            [
+                'model.source="tiny"',
+                'model.tiny.architecture="qwen3_moe"',
+                "model.tiny.intermediate_size=64",
+            ],
+            "model.tiny.intermediate_size = 64",
+            ["use model.tiny.moe_intermediate_size"],
+        ),
+        (
             ['model.source="tiny"', "model.tiny.num_kv_heads=3"],
             "model.tiny.num_kv_heads",
             ["[1, 2, 4]"],

@@ -21,6 +21,10 @@ def test_parameters_of_the_tiny_models() -> None:
     assert tiny_shape(TinySpec()).num_parameters == 997_248
     small = TinySpec(hidden_size=96, num_layers=2)
     assert tiny_shape(small).num_parameters == 286_656
+    # What the published Qwen3-0.6B holds, its tied head counted once.
+    sizes = {"num_heads": 16, "num_kv_heads": 8, "head_dim": 128, "intermediate_size": 3072}
+    published = TinySpec(hidden_size=1024, num_layers=28, vocab_size=151_936, **sizes)
+    assert tiny_shape(published).num_parameters == 596_049_920
 
 
 @pytest.mark.parametrize(

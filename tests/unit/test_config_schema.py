@@ -38,6 +38,7 @@ FIXED = frozenset(
 CHANGES: dict[str, Any] = {
     "name": "other",
     "model.source": "org/name",
+    "model.tiny.head_dim": 64,
     "data.tasks": [{"task": "reverse_word", "train_count": 1, "eval_count": 1}],
     "data.prompt_data": "/x.jsonl",
     "data.eval_prompt_data": "/y.jsonl",

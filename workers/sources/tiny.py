@@ -32,7 +32,6 @@ from workers.sources.tensor_file import write_tensors
 
 BATCH_SIZE = 64
 CHECK_SIZE = 256
-_MAX_POSITIONS = 512
 _RATE_WARMUP = 20  # batches of linear learning-rate warm-up; no check before their end
 _WEIGHT_DECAY = 0.01
 _IGNORED = -100
@@ -64,10 +63,10 @@ def make_tiny_model(out_dir: Path, tiny: TinySpec, questions: Sequence[Question]
     Raises:
         ConfigurationError: sizes that do not fit, or the accuracy was not reached.
     """
-    tokenizer = character_tokenizer()
+    tokenizer = character_tokenizer(tiny.vocab_size)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(tiny.seed)
-        model = _new_model(tiny, len(tokenizer))
+        model = _new_model(tiny)
         batches, accuracy = 0, 0.0
         if tiny.warmup_accuracy > 0:
             batches, accuracy = _warm_up(model, tokenizer, tiny, questions)
@@ -80,34 +79,35 @@ def make_tiny_model(out_dir: Path, tiny: TinySpec, questions: Sequence[Question]
     return TinyReport(sum(p.numel() for p in model.parameters()), batches, accuracy)
 
 
-def _new_model(tiny: TinySpec, vocabulary: int) -> Any:
+def _new_model(tiny: TinySpec) -> Any:
     """A randomly initialized model of ``tiny.architecture``."""
-    if tiny.hidden_size % tiny.num_heads or tiny.num_heads % tiny.num_kv_heads:
+    divides = tiny.head_dim is not None or tiny.hidden_size % tiny.num_heads == 0
+    if not divides or tiny.num_heads % tiny.num_kv_heads:
         raise ConfigurationError(
             f"model.tiny: hidden_size {tiny.hidden_size} must be a multiple of num_heads "
             f"{tiny.num_heads}, and that a multiple of num_kv_heads {tiny.num_kv_heads}"
         )
     sizes: dict[str, Any] = {
-        "vocab_size": vocabulary,
+        "vocab_size": tiny.vocab_size,
         "hidden_size": tiny.hidden_size,
         "num_hidden_layers": tiny.num_layers,
         "num_attention_heads": tiny.num_heads,
         "num_key_value_heads": tiny.num_kv_heads,
-        "max_position_embeddings": _MAX_POSITIONS,
+        "max_position_embeddings": tiny.max_positions,
         "pad_token_id": PAD_ID,
         "bos_token_id": BOS_ID,
         "eos_token_id": EOS_ID,
     }
     if tiny.experts is None:
-        return _dense(sizes).eval()
-    return _mixture(sizes, tiny.architecture, tiny.experts).eval()
+        return _dense(sizes, tiny).eval()
+    return _mixture(sizes, tiny, tiny.experts).eval()
 
 
-def _dense(sizes: dict[str, Any]) -> Any:
-    """A Qwen3 with tied embeddings and a feed-forward of four times the width."""
+def _dense(sizes: dict[str, Any], tiny: TinySpec) -> Any:
+    """A Qwen3 with tied embeddings."""
     config = Qwen3Config(
-        intermediate_size=4 * sizes["hidden_size"],
-        head_dim=sizes["hidden_size"] // sizes["num_attention_heads"],
+        intermediate_size=tiny.inner_size,
+        head_dim=tiny.head_size,
         tie_word_embeddings=True,
         architectures=["Qwen3ForCausalLM"],
         **sizes,
@@ -115,7 +115,7 @@ def _dense(sizes: dict[str, Any]) -> Any:
     return Qwen3ForCausalLM(config)
 
 
-def _mixture(sizes: dict[str, Any], architecture: str, experts: TinyExperts) -> Any:
+def _mixture(sizes: dict[str, Any], tiny: TinySpec, experts: TinyExperts) -> Any:
     """A mixture of experts in every layer with a head of its own.
 
     As in the published models, Qwen3-MoE renormalizes the weights of the chosen experts and OLMoE
@@ -127,7 +127,7 @@ def _mixture(sizes: dict[str, Any], architecture: str, experts: TinyExperts) -> 
         "tie_word_embeddings": False,
         **sizes,
     }
-    if architecture == "olmoe":
+    if tiny.architecture == "olmoe":
         return OlmoeForCausalLM(
             OlmoeConfig(
                 intermediate_size=experts.moe_intermediate_size,
@@ -138,9 +138,9 @@ def _mixture(sizes: dict[str, Any], architecture: str, experts: TinyExperts) -> 
         )
     return Qwen3MoeForCausalLM(
         Qwen3MoeConfig(
-            intermediate_size=4 * sizes["hidden_size"],
+            intermediate_size=tiny.inner_size,
             moe_intermediate_size=experts.moe_intermediate_size,
-            head_dim=sizes["hidden_size"] // sizes["num_attention_heads"],
+            head_dim=tiny.head_size,
             norm_topk_prob=True,
             architectures=["Qwen3MoeForCausalLM"],
             **mixture,

@@ -47,6 +47,22 @@ def test_the_default_is_a_million_parameters(tmp_path):
     assert AutoTokenizer.from_pretrained(tmp_path).eos_token_id == EOS_ID
 
 
+def test_sizes_of_a_published_model_can_be_asked_for(tmp_path):
+    sizes = {"hidden_size": 32, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2}
+    others = {"head_dim": 16, "intermediate_size": 48, "vocab_size": 300, "max_positions": 64}
+    report = make_tiny_model(tmp_path, TinySpec(**sizes, **others, warmup_accuracy=0), [])
+    # q and o of 32 x 64, k and v of 32 x 32, three of 32 x 48, norms of layer, heads and stack
+    layer = 2 * 32 * 64 + 2 * 32 * 32 + 3 * 32 * 48 + 2 * 32 + 2 * 16
+    assert report.num_parameters == 300 * 32 + layer + 32
+    config = AutoModelForCausalLM.from_pretrained(tmp_path).config
+    assert (config.head_dim, config.max_position_embeddings) == (16, 64)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert len(tokenizer) == 300
+    # every id has a text of its own, and text never becomes such an id
+    assert tokenizer.decode([299, 100]) == " 299 100"
+    assert max(tokenizer.encode(" 299 100", add_special_tokens=False)) < 100
+
+
 def test_the_warm_up_stops_at_the_accuracy_and_it_is_real(tmp_path):
     tiny = TinySpec(**SMALL, warmup_accuracy=0.5, warmup_learning_rate=1e-2)
     report = make_tiny_model(tmp_path, tiny, copies(1000))
