@@ -1,6 +1,6 @@
-"""SGLang's server as ``sglang.launch_server`` starts it, with refusals told from failures.
+"""SGLang's HTTP server with our scheduler process, and refusals told from failures.
 
-Runs in the interpreter that has SGLang, so it imports nothing else of Perdure. Exit status 2: the
+Runs in the interpreter that has SGLang, so it imports little else of Perdure. Exit status 2: the
 model or an argument is refused, and another start would be refused as well.
 """
 
@@ -12,10 +12,12 @@ REFUSED_STATUS = 2
 
 def main(arguments: list[str], model: str) -> None:
     """Serve until a signal or a failure; ``arguments`` are those of SGLang's command line."""
-    from sglang.launch_server import run_server
+    from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
+
+    from workers.engines.sglang.scheduler import run_scheduler
 
     load_plugins()
     try:
@@ -25,7 +27,7 @@ def main(arguments: list[str], model: str) -> None:
         sys.stderr.write(f"error: SGLang refuses: {type(error).__name__}: {error}\n")
         sys.exit(REFUSED_STATUS)
     try:
-        run_server(server_args)
+        launch_server(server_args, run_scheduler_process_func=run_scheduler)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 
