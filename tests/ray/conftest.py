@@ -59,6 +59,7 @@ def ray_address() -> Iterator[str]:
             [
                 *(str(Path(sys.executable).parent / "ray"), "start", "--head", "--block"),
                 *("--port", str(port), "--num-cpus", "4", "--object-store-memory", "128000000"),
+                *("--num-gpus", "4"),  # counted only: nothing computes there
                 *("--include-dashboard=false", "--disable-usage-stats"),
                 *("--temp-dir", str(folder / "r")),
             ],
