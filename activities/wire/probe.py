@@ -11,7 +11,6 @@ from typing import Any
 
 import httpx
 
-from activities.wire.lanes import LaneTransport
 from models.errors import ServiceUnreachable
 
 
@@ -41,7 +40,8 @@ class EngineProbe:
         self._timeout_s = timeout_s
         self._http = httpx.AsyncClient(
             base_url=self.url,
-            transport=transport or LaneTransport(),
+            # One that gives an answer in parts: an abort is tried while it is still coming.
+            transport=transport or httpx.AsyncHTTPTransport(),
             timeout=None,  # every call brings its own deadline
             trust_env=False,
             headers={"connection": "close"},
