@@ -63,10 +63,10 @@ def sees_gpu(python: str) -> bool:
     return done.returncode == 0
 
 
-def run_file(on_gpu: bool) -> RunSpec:
-    """A run whose engines compute four requests and hold eight more."""
+def run_file(on_gpu: bool, mode: str = "disaggregated") -> RunSpec:
+    """A run whose engines compute four requests and hold eight more; ``mode``: on a GPU."""
     document = tomllib.loads(RECIPE.read_text())
-    document["placement"] = {"mode": "disaggregated" if on_gpu else "cpu"}
+    document["placement"] = {"mode": mode if on_gpu else "cpu"}
     document["inference"] |= {
         "engine": "sglang",
         "dtype": "bfloat16" if on_gpu else "float32",
@@ -83,11 +83,13 @@ def run_file(on_gpu: bool) -> RunSpec:
 
 
 @contextmanager
-def sglang_server(model: Path, root: Path, **environment: str) -> Iterator[str]:
+def sglang_server(
+    model: Path, root: Path, mode: str = "disaggregated", **environment: str
+) -> Iterator[str]:
     """Serve ``model`` and give the URL; the server has ended when the block has."""
     python = sglang_python()
     assert python is not None, "no interpreter has SGLang"
-    spec = run_file(sees_gpu(python))
+    spec = run_file(sees_gpu(python), mode)
     config: dict[str, Any] = json.loads((model / "config.json").read_bytes())
     arguments = server_arguments(spec, model, config, with_routes=True)
     ready, log = root / "engine.json", root / "engine.log"
