@@ -68,9 +68,24 @@ class Topology:
         """GPUs of all nodes."""
         return self.replicas * self.gpus_per_replica
 
+    def summary(self) -> str:
+        """In one line: ``2 nodes of 8 GPUs: 4 trainer + 4 rollout, 8 rollout``."""
+        nodes = "node" if self.replicas == 1 else "nodes"
+        shares = (
+            " + ".join(
+                f"{gpus} {role}"
+                for gpus, role in ((node.trainer_gpus, "trainer"), (node.rollout_gpus, "rollout"))
+                if gpus
+            )
+            + (" (the same)" if node.ray_gpus < node.trainer_gpus + node.rollout_gpus else "")
+            for node in self.nodes
+        )
+        return f"{self.replicas} {nodes} of {self.gpus_per_replica} GPUs: {', '.join(shares)}"
+
     def document(self) -> dict[str, Any]:
         """As plain JSON."""
         return {
+            "summary": self.summary(),
             "replicas": self.replicas,
             "gpus_per_replica": self.gpus_per_replica,
             "allocated_gpus": self.allocated_gpus,

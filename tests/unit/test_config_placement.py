@@ -62,6 +62,13 @@ def test_a_run_of_one_node_allocates_what_it_needs() -> None:
     assert document["unused_gpus"] == 0
 
 
+def test_a_plan_is_told_in_a_line() -> None:
+    plan = topology(Demand(4, 12, given_capacity=8))
+    assert plan.summary() == "2 nodes of 8 GPUs: 4 trainer + 4 rollout, 8 rollout"
+    shared = topology(Demand(2, 2, colocated=True))
+    assert shared.summary() == "1 node of 2 GPUs: 2 trainer + 2 rollout (the same)"
+
+
 def test_gpus_that_no_node_uses_are_counted() -> None:
     document = topology(Demand(2, 16, given_capacity=8)).document()
     assert (document["allocated_gpus"], document["unused_gpus"]) == (24, 6)

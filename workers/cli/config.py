@@ -40,6 +40,8 @@ def validate(
     for warning in (*plan_of_run["warnings"], *capacity["warnings"]):
         notice(f"perdure: {file}: warning {warning['code']}: {warning['message']}")
     typer.echo(f"{file}: valid, {loaded.spec.run_id}, sha256 {loaded.sha256}")
+    if gpus := plan_of_run["allocation"]["gpus"]:
+        typer.echo(f"{file}: {loaded.spec.placement.mode} on {gpus['summary']}")
 
 
 def plan(file: RunFile, override: Overrides = None) -> None:
