@@ -3,6 +3,7 @@
 import typer
 
 from workers.cli.doctor_engine import engine
+from workers.cli.doctor_gpu import gpu
 
 group = typer.Typer(no_args_is_help=True, help="Check engines and machines.")
 
@@ -13,3 +14,4 @@ def _group() -> None:
 
 
 group.command("engine")(engine)
+group.command("gpu")(gpu)

@@ -7,15 +7,12 @@ from urllib.parse import urlsplit
 
 import typer
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from models.errors import ConfigurationError
 from workers.cli.errors import FAILED
+from workers.cli.findings import findings_table
 from workers.cli.output import out, print_json
 from workers.preflight.engine import Report
-
-VERDICTS = {True: "yes", False: "NO", None: "-"}
 
 
 def engine(
@@ -41,13 +38,7 @@ def engine(
 
 def show(console: Console, report: Report) -> None:
     """The findings as a table, and the verdict as the last line."""
-    table = Table("check", "expected", box=None)
-    table.add_column("seen", overflow="fold")
-    table.add_column("ok")
-    for finding in report.findings:
-        verdict = Text(VERDICTS[finding.ok], style="bold red" if finding.ok is False else "")
-        table.add_row(Text(finding.check), Text(finding.expected), Text(finding.seen), verdict)
-    console.print(table)
+    console.print(findings_table(report.findings))
     offered = sum(finding.ok is not None for finding in report.findings)
     met = f"{offered - report.failed} of {offered} checks met"
     console.print(

@@ -11,22 +11,13 @@ from typing import Any, NamedTuple
 from activities.wire import contract
 from activities.wire.probe import EngineProbe
 from models.errors import ServiceUnreachable
+from workers.preflight.finding import Finding
 
 
 class Seen(NamedTuple):
     """What a check saw; ``ok`` is None where the server does not offer what it is about."""
 
     text: str
-    ok: bool | None
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One row of the report."""
-
-    check: str
-    expected: str
-    seen: str
     ok: bool | None
 
 
