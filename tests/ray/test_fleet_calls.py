@@ -11,7 +11,7 @@ from models.errors import ConfigurationError, GenerationFault, ServiceUnreachabl
 from workers.fleet import RayFleet
 from workers.fleet.calls import RemoteActor
 from workers.fleet.cluster import RayCluster
-from workers.fleet.placement import in_bundle, place, unplace
+from workers.fleet.placement import CPU_SHARE, in_bundle, place, unplace
 
 pytestmark = pytest.mark.ray
 
@@ -141,16 +141,21 @@ async def test_a_silent_actor_meets_the_deadline(actor: RemoteActor):
         await actor.call("forever", timeout_s=0.1)
 
 
+def processes(number: int) -> list[dict[str, float]]:
+    """Bundles of so many processes without GPUs."""
+    return [{"CPU": CPU_SHARE}] * number
+
+
 async def test_placement_is_held_found_again_and_released(cluster: RayCluster):
-    group = await place(cluster, RUN_ID, "engines", 2, 20.0)
+    group = await place(cluster, RUN_ID, "engines", processes(2), 20.0)
     try:
-        again = await place(cluster, RUN_ID, "engines", 2, 20.0)
+        again = await place(cluster, RUN_ID, "engines", processes(2), 20.0)
         assert again.id == group.id
         handle = await cluster.create(
             plain_actor(), RUN_ID, "engine-1", in_bundle(group, 1), {}, "placed"
         )
         assert (await handle.facts.remote())[0] == "placed"
-        other = await place(cluster, RUN_ID, "engines", 3, 20.0)
+        other = await place(cluster, RUN_ID, "engines", processes(3), 20.0)
         assert other.id != group.id
     finally:
         await cluster.kill_named(RUN_ID, "engine-1")
@@ -160,18 +165,18 @@ async def test_placement_is_held_found_again_and_released(cluster: RayCluster):
 
 async def test_what_the_cluster_never_has_is_named(cluster: RayCluster):
     try:
-        with pytest.raises(ConfigurationError, match=r"100 processes need 5 CPU.* has 4"):
-            await place(cluster, RUN_ID, "engines", 100, 0.2)
+        with pytest.raises(ConfigurationError, match=r"100 x 0\.05 = 5 CPU.* has 4"):
+            await place(cluster, RUN_ID, "engines", processes(100), 0.2)
     finally:
         await unplace(cluster, RUN_ID, "engines")
 
 
 async def test_what_others_hold_is_named(cluster: RayCluster):
-    held = await place(cluster, "train/other", "engines", 79, 20.0)
+    held = await place(cluster, "train/other", "engines", processes(79), 20.0)
     try:
         assert held is not None
         with pytest.raises(ServiceUnreachable, match=r"needs 0\.1 CPU, free are 0\.05"):
-            await place(cluster, RUN_ID, "engines", 2, 0.2)
+            await place(cluster, RUN_ID, "engines", processes(2), 0.2)
     finally:
         await unplace(cluster, "train/other", "engines")
         await unplace(cluster, RUN_ID, "engines")

@@ -68,7 +68,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         pass
 
 
-def run_server(args):
+def launch_server(args, run_scheduler_process_func):
     mode = os.environ.get("FAKE_SGLANG", "serves")
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as one that drains without a limit
     for title in ("sglang::scheduler", "sglang::detokenizer"):
@@ -85,7 +85,9 @@ def run_server(args):
 
 FILES = {
     "sglang/__init__.py": "",
-    "sglang/launch_server.py": LAUNCH_SERVER,
+    "sglang/launch_server.py": "",
+    "sglang/srt/entrypoints/__init__.py": "",
+    "sglang/srt/entrypoints/http_server.py": LAUNCH_SERVER,
     "sglang/srt/__init__.py": "",
     "sglang/srt/plugins.py": "def load_plugins(): pass\n",
     "sglang/srt/server_args.py": SERVER_ARGS,

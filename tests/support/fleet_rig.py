@@ -1,6 +1,7 @@
 """Tiny real runs on a Ray head of the test session's own."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
@@ -94,9 +95,10 @@ def kill(pid: int) -> None:
     process = psutil.Process(pid)
     process.kill()
     deadline = time.monotonic() + 5
-    while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline, f"process {pid} survives SIGKILL"
-        time.sleep(0.001)
+    with contextlib.suppress(psutil.NoSuchProcess):  # it may be reaped between two looks
+        while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline, f"process {pid} survives SIGKILL"
+            time.sleep(0.001)
 
 
 def site_of(fleet: RayFleet) -> Site:

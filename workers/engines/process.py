@@ -86,7 +86,7 @@ class ServerProcess:
                 stdout=log,
                 stderr=log,
                 env=dict(command.env),
-                process_group=0,
+                start_new_session=True,  # a group of its own; uvloop knows no process_group
             )
         server = cls(command, child, start)
         try:
