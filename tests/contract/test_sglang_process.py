@@ -58,7 +58,8 @@ async def start(folder: Path) -> ServerProcess:
     on_gpu = sees_gpu(python)
     model = write_engine_model(folder / "model", 0, **(GPU_SIZES if on_gpu else {}))
     run = RunRef(run_id="train/x", root=str(folder), spec_sha256="s")
-    order = ActorOrder(run=run, role="engine", scratch=str(folder / "scratch"))
+    gpus = ("0",) if on_gpu else ()
+    order = ActorOrder(run=run, role="engine", scratch=str(folder / "scratch"), gpus=gpus)
     return await ServerProcess.start(
         server_command(order, run_spec(folder, on_gpu), model, version=3), START_S
     )

@@ -212,7 +212,8 @@ def test_tiny_defaults_are_written_out(tmp_path: Path) -> None:
         ),
         (
             '[trainer]\nattention = "egaer"\n',
-            "trainer.attention = \"egaer\": must be 'eager', 'sdpa' or 'flash'; did you mean 'eager'?",
+            "trainer.attention = \"egaer\": must be 'eager', 'sdpa' or 'flash'; "
+            "did you mean 'eager'?",
         ),
         (
             '[launch]\nfleet = "My fleet"\n',

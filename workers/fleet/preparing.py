@@ -5,8 +5,8 @@
                           -> engines: keep the live ones
                           -> router (fully async runs): keep the live one
 
-They are started at the same time; on GPUs engines wait for the trainer, see ``_bring_up``. Components
-of the new epoch refuse every older one.
+They are started at the same time; on GPUs engines wait for the trainer, see ``_bring_up``.
+Components of the new epoch refuse every older one.
 """
 
 import asyncio
