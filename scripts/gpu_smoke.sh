@@ -88,7 +88,11 @@ step_speed() {
 step_bench() { "$python" benchmarks/trainer_throughput.py; }
 
 step_leftovers() {
-  perdure down
+  perdure down || return
+  if ! command -v nvidia-smi >/dev/null; then
+    echo "no NVIDIA driver: nvidia-smi is not on PATH"
+    return 1
+  fi
   local held deadline=$((SECONDS + 30))
   while held=$(nvidia-smi --query-compute-apps=pid,used_memory,name --format=csv,noheader) &&
     [ -n "$held" ] && [ $SECONDS -lt $deadline ]; do sleep 1; done

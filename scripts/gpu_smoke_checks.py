@@ -37,6 +37,8 @@ def kill(root: str, updates: str, timeout_s: str) -> None:
     """SIGKILL to the engine that ``fleet.json`` names, once ``updates`` updates are done."""
     deadline = time.monotonic() + float(timeout_s)
     while _num_updates(Path(root)) < int(updates):
+        if _state(Path(root)) == "failed":
+            sys.exit("the run failed before its engine could be killed")
         if time.monotonic() > deadline:
             sys.exit(f"{_num_updates(Path(root))} of {updates} updates within {timeout_s} s")
         time.sleep(POLL_S)
@@ -48,8 +50,11 @@ def kill(root: str, updates: str, timeout_s: str) -> None:
 
 def recovered(root: str, updates: str) -> None:
     """The run reached its horizon with an engine that is not its first."""
-    state = json.loads(Path(root, "workflow.json").read_text())["status"]
-    done, life = _num_updates(Path(root)), _engine(Path(root))["incarnation"]
+    state, done, life = (
+        _state(Path(root)),
+        _num_updates(Path(root)),
+        _engine(Path(root))["incarnation"],
+    )
     print(f"state {state}, {done} updates, engine in its life {life}")
     if (state, done) != ("complete", int(updates)) or life < 1:
         sys.exit(f"expected a complete run of {updates} updates with a replaced engine")
@@ -77,6 +82,11 @@ def _wait_for_another(root: Path, killed: dict[str, Any], deadline: float) -> No
         if time.monotonic() > deadline:
             sys.exit(f"no other engine before the deadline: {engine}")
         time.sleep(POLL_S)
+
+
+def _state(root: Path) -> str:
+    file = root / "workflow.json"
+    return str(json.loads(file.read_text())["status"]) if file.exists() else "preparing"
 
 
 def _engine(root: Path) -> dict[str, Any]:
