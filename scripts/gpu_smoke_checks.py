@@ -65,7 +65,7 @@ def stages(root: str) -> None:
     seconds: dict[str, list[float]] = defaultdict(list)
     for line in Path(root, "checkpoints", "driver_timing.jsonl").read_text().splitlines():
         row = json.loads(line)
-        if row["rollout_id"] > 0:
+        if (row["rollout_id"] or 0) > 0:
             seconds[row["stage"]].append(row["seconds"])
     for stage, values in seconds.items():
         print(f"{stage:<14}{len(values):>4} x {statistics.median(values):8.3f} s (median)")
