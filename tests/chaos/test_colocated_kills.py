@@ -47,4 +47,7 @@ async def test_a_run_that_takes_turns_survives_kills_in_every_turn(
     assert {row["rollout_id"] for row in releases if row["passed"]} == set(range(UPDATES))
     rows = store.read_jsonl(layout.PUBLICATION).rows
     assert {row["version"] for row in rows} >= {2 * update for update in range(UPDATES + 1)}
-    assert all(len(row["engines"]) == 2 and row["memory_seconds"] > 0 for row in rows)
+    assert all(len(row["engines"]) == 2 for row in rows)
+    # What a kill made come again found engines that had their memory.
+    woken = [row for row in rows if row["memory_seconds"] > 0]
+    assert len(woken) >= UPDATES - len(KILLS)
