@@ -10,7 +10,7 @@
 #   kill       the engine is killed in the middle of a run, which goes on to its end
 #   async      gpu-2x-async, where there are two GPUs
 #   speed      updates of the random Qwen3-0.6B by stage
-#   bench      the benchmarks of the trainer
+#   bench      attention and trainer, in the tables of benchmarks/RESULTS.md
 #   leftovers  no process holds a GPU afterwards
 #
 # Set by the user, all optional:
@@ -85,7 +85,9 @@ step_speed() {
     check stages "$work/speed"
 }
 
-step_bench() { "$python" benchmarks/trainer_throughput.py; }
+step_bench() {
+  "$python" benchmarks/document_attention.py && "$python" benchmarks/trainer_throughput.py
+}
 
 step_leftovers() {
   perdure down || return

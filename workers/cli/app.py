@@ -30,7 +30,11 @@ def _options(
 @app.command()
 def version() -> None:
     """Print the version."""
-    typer.echo(f"perdure {importlib.metadata.version('perdure')}")
+    try:
+        installed = importlib.metadata.version("perdure")
+    except importlib.metadata.PackageNotFoundError:
+        installed = "(a checkout that is not installed)"
+    typer.echo(f"perdure {installed}")
 
 
 def _register() -> None:
