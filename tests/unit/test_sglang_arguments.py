@@ -64,7 +64,11 @@ def arguments(run: RunSpec, **told: Any) -> dict[str, Any]:
     [
         (spec(), {}, ON_CPU),
         (spec(), {"version": 0}, ON_CPU | {"weight_version": "0"}),
-        (spec(), {"with_routes": True}, ON_CPU | {"enable_return_routed_experts": True}),
+        (
+            spec(),
+            {"with_routes": True},
+            ON_CPU | {"enable_return_routed_experts": True, "disable_overlap_schedule": True},
+        ),
         (spec(max_running_requests=300), {}, ON_CPU | {"max_running_requests": 300}),
         (spec(sglang={"disable_radix_cache": True}), {}, ON_CPU | {"disable_radix_cache": True}),
         (spec(sglang={"attention_backend": "x"}), {}, ON_CPU | {"attention_backend": "x"}),

@@ -60,6 +60,9 @@ def server_arguments(
         arguments["enable_deterministic_inference"] = True
     if with_routes:
         arguments["enable_return_routed_experts"] = True
+        # With it SGLang 0.5.17 hands out the routes of the next step: the buffer that they are
+        # copied from is overwritten meanwhile.
+        arguments["disable_overlap_schedule"] = True
     if version is not None:
         arguments["weight_version"] = str(version)
     return arguments | inference.sglang
