@@ -104,13 +104,6 @@ def test_stages_are_medians_without_the_first_update(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "driver_timing.jsonl").write_text(lines)
     told = check("stages", str(tmp_path)).stdout.split()
     assert told == ["training", "2", "x", "2.000", "s", "(median)"]
-        "training",
-        "2",
-        "x",
-        "2.000",
-        "s",
-        "(median)",
-    ]
 
 
 def test_an_unknown_step_is_refused_before_anything_runs(tmp_path: Path) -> None:
