@@ -62,7 +62,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("train/tis", "1", _UPDATE, "mean importance weight before truncation"),
     Metric("train/tis_abs", "1", _UPDATE, "mean |weight - 1|"),
     Metric("train/tis_clipfrac", "fraction", _UPDATE, "weights changed by the truncation"),
-    Metric("train/step_seconds", "s", _UPDATE, "wall seconds of the update in the trainer"),
+    Metric("train/step_seconds", "s", _UPDATE, "wall seconds of the update, slowest trainer rank"),
     Metric("train/cpu_seconds", "s", _UPDATE, "process seconds of the update in the trainer"),
     Metric("train/model_tokens", "tokens", _UPDATE, "tokens that went through the model"),
     Metric("train/active_response_tokens", "tokens", _UPDATE, "response tokens in the loss"),

@@ -361,13 +361,14 @@ class LocalTrainer:
         return rows | rate_metrics(tally.model_tokens, active, seconds, self.ranks.world)
 
     def _report(self, update: int, digest: str, steps: int, started: float) -> UpdateReport:
+        own = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
         return UpdateReport(
             update=update,
             batch_sha256=digest,
             policy_version=self.policy_version,
             optimizer_steps=steps,
             no_signal=steps == 0,
-            seconds=time.perf_counter() - started,
+            seconds=float(self.ranks.all_reduce_max(own)),
             resident_bytes=resident_bytes(),
         )
 

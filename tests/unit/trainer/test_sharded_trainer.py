@@ -101,6 +101,7 @@ def test_three_updates_equal_those_of_one_process(
             assert ours.policy_version == theirs.policy_version
             for key in SAME_ON_EVERY_RANK:
                 assert ours.metrics[key] == pytest.approx(theirs.metrics[key], rel=1e-4, abs=1e-6)
+        assert rank.reports[0].seconds == both[0].reports[0].seconds > 0  # of the slowest rank
     same(both[0].parameters, both[1].parameters)
     elements = sum(values.size for values in single.parameters.values())
     assert both[0].local_elements + both[1].local_elements == elements
