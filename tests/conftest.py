@@ -1,5 +1,7 @@
 """The session's Temporal dev server, shared by every test that needs one."""
 
+import os
+import secrets
 import shutil
 import sys
 from collections.abc import AsyncIterator
@@ -11,6 +13,17 @@ from temporalio.common import SearchAttributeKey
 from temporalio.testing import WorkflowEnvironment
 
 from workers.plugin import perdure_plugin
+
+# Ray reads these at its first import, in whichever test that is: it joins a cluster on loopback by
+# a loopback address, with the token of the session's own head. OpenMP reads its own with torch.
+os.environ |= {
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "token",
+    "RAY_AUTH_TOKEN": secrets.token_hex(32),
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "OMP_WAIT_POLICY": "PASSIVE",
+}
 
 SEARCH_ATTRIBUTES = [
     SearchAttributeKey.for_keyword("RunState"),

@@ -42,14 +42,6 @@ def kill_session(leader: int) -> None:
 @pytest.fixture(scope="session")
 def ray_address() -> Iterator[str]:
     """Address of a fresh Ray head on loopback."""
-    os.environ |= {
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": secrets.token_hex(32),
-        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-        "OMP_WAIT_POLICY": "PASSIVE",
-    }
     # Ray's socket paths must stay below 108 characters.
     folder = Path(tempfile.mkdtemp(prefix="pr-", dir="/tmp"))
     port = free_port()

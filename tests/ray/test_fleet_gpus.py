@@ -37,7 +37,7 @@ def variable(pid: int, name: str) -> str | None:
 
 def free_gpus() -> float:
     """GPUs that no placement group holds."""
-    import ray  # reads at its import what the fixtures set
+    import ray
 
     return float(ray.available_resources().get("GPU", 0))
 
