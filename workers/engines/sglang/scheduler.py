@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from workers.engines.sglang.live_weights import live_checksums
+from workers.engines.sglang.live_weights import xxh3_checksums
+from workers.engines.sglang.tensor_parallel import server_group, whole_checksums
 
 
 def run_scheduler(server_args: Any, *arguments: Any, **named: Any) -> None:
@@ -33,11 +34,10 @@ def _answer(checker: Any, config: Mapping[str, Any]) -> dict[str, Any]:
     What it raises is answered as a failure with its text.
     """
     place = checker._parallelism_info()
-    if place.tp_size > 1 or place.pp_size > 1:
-        raise RuntimeError(
-            f"weights cut over {place.tp_size} x {place.pp_size} processes cannot be confirmed"
-        )
-    checksums = live_checksums(checker._get_model(), config)
+    if place.pp_size > 1:
+        raise RuntimeError(f"layers spread over {place.pp_size} stages cannot be confirmed")
+    parameters = checker._get_model().named_parameters()
+    checksums = whole_checksums(parameters, config, server_group(), xxh3_checksums)
     whole = hashlib.sha256()
     for name in sorted(checksums):
         whole.update(f"{name} {checksums[name]}\n".encode())
