@@ -136,6 +136,33 @@ def test_compiled_and_repeated_layers_add_nothing_to_the_error_of_bfloat16():
             assert part <= 1.25 * plain, (name, seen)
 
 
+@pytest.mark.parametrize("again", [True, False])
+def test_a_compiled_scoring_pass_rounds_as_the_training_forward(again):
+    model = make_model()
+    use_document_attention(model)
+    compile_layers(model)
+    if again:
+        recompute_layers(model)
+    scorer = Scorer.of(model, 0.9, 300, torch.bfloat16, longest_document=600)
+    batch, packs = packs_of(make_groups())
+    seen = torch.full((batch.num_tokens,), torch.nan, device=GPU)
+
+    def loss(logprobs, entropies, index):
+        seen[index] = logprobs.detach()
+        return (logprobs + 0.1 * entropies).sum()
+
+    def scored(pack):
+        found = scorer.score(pack)[0]
+        scorer.backward(pack, loss)
+        return found
+
+    scored(packs[0])
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for pack in packs:
+            found = scored(pack)
+            assert torch.equal(found, seen[pack.token_index.to(GPU)])
+
+
 @pytest.mark.parametrize("with_entropy", [True, False])
 def test_the_log_softmax_of_a_large_vocabulary(with_entropy):
     torch.manual_seed(5)

@@ -51,6 +51,10 @@ def recompute_layers(model: Any) -> None:
 def compile_layers(model: Any, backend: str | Backend = "inductor") -> None:
     """Compile every layer for packs of documents of any length; all share what was compiled.
 
+    A forward without gradients runs the code of one with gradients: a compiler that knows what the
+    backward pass needs fuses, and so rounds, in other places. Of a frozen model let parameters ask
+    for gradients, lest code of its own be compiled for it.
+
     Forwards without documents, of a probe or a filler, are computed as before. A layer that cannot
     be compiled as a whole raises when it is first called.
     """
@@ -64,10 +68,15 @@ def _for_packs(plain: Forward, backend: str | Backend) -> Forward:
     def forward(hidden: Tensor, **options: Any) -> Tensor:
         if options.get(BLOCKS) is None:
             return plain(hidden, **options)
+        scoring = not torch.is_grad_enabled()
+        if scoring:
+            hidden = hidden.detach().requires_grad_()
         for part in (hidden, *(options.get("position_embeddings") or ())):
             _any_length(part, 1)
         _any_length(options[BLOCKS].offsets, 0)
-        return compiled(hidden, **options)
+        with torch.enable_grad():
+            out = compiled(hidden, **options)
+        return out.detach() if scoring else out
 
     return forward
 

@@ -20,7 +20,8 @@ def load_reference(spec: RunSpec, model_dir: Path, device: torch.device) -> Any 
     if spec.training.kl_loss_coef == 0:
         return None
     model = load_model(model_dir, attention=attention_of(spec), experts=EXPERTS[device.type])
-    model.to(device).eval().requires_grad_(False)
+    # what is compiled for the policy serves a model whose parameters look alike
+    model.to(device).eval().requires_grad_(spec.trainer.compile)
     prepare_packing(spec, model)
     if spec.trainer.compile:
         compile_layers(model)

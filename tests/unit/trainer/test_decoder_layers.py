@@ -185,16 +185,15 @@ def attend_by_mask(query, key, value, bounds, scale):
 def compiled(make_model, monkeypatch):
     """A scorer with compiled layers, its model, and a list of what was compiled."""
     graphs = []
+    monkeypatch.setattr(document_attention, "attend", attend_by_mask)
+    torch._dynamo.reset()
+    aot = torch._dynamo.lookup_backend("aot_eager")
+
+    def backend(graph, inputs, **options):
+        graphs.append(graph)
+        return aot(graph, inputs, **options)
 
     def make(family="qwen3", again=False):
-        monkeypatch.setattr(document_attention, "attend", attend_by_mask)
-        torch._dynamo.reset()
-        aot = torch._dynamo.lookup_backend("aot_eager")
-
-        def backend(graph, inputs, **options):
-            graphs.append(graph)
-            return aot(graph, inputs, **options)
-
         model = make_model(family).double()
         use_document_attention(model)
         compile_layers(model, backend)
@@ -223,10 +222,40 @@ def test_compiled_layers_have_the_same_gradient(compiled, make_model, family, ag
 
 def test_one_compilation_serves_every_layer_and_every_pack(compiled):
     scorer, model, graphs = compiled()
-    for count in (5, 3, 4, 2):
+    for count in (5, 3, 4, 2, 1):
         gradient(scorer, model, collate_documents(documents(count)))
-    # with gradients and without
-    assert len(graphs) == 2
+    assert len(graphs) == 1  # a scoring pass runs it too
+
+
+def scored_and_trained(scorer, micro):
+    """Log-probs by a scoring pass, and those that the loss is given."""
+    seen = torch.full((sum(RESPONSES),), torch.nan, dtype=torch.float64)
+
+    def loss(logprobs, entropies, index):
+        seen[index] = logprobs.detach().double()
+        return (logprobs + 0.1 * entropies).sum()
+
+    logprobs, _ = scorer.score(micro)
+    scorer.backward(micro, loss)
+    return logprobs, seen[micro.token_index]
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_a_scoring_pass_runs_the_code_of_the_training_forward(compiled, again):
+    scorer, _, graphs = compiled(again=again)
+    for count in (5, 2):
+        scored, trained = scored_and_trained(scorer, collate_documents(documents(count)))
+        assert torch.equal(scored, trained)
+        assert scored.grad_fn is None
+    assert len(graphs) == 1
+
+
+def test_a_reference_shares_what_was_compiled_for_the_policy(compiled):
+    (policy, _, graphs), (reference, _, _) = compiled(), compiled()
+    micro = collate_documents(documents())
+    scored, _ = scored_and_trained(policy, micro)
+    assert torch.equal(reference.score(micro)[0], scored)
+    assert len(graphs) == 1
 
 
 def test_without_documents_nothing_is_compiled(compiled):
