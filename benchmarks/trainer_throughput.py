@@ -1,11 +1,15 @@
 r"""How fast the trainer takes an update on one GPU, and how much of the GPU's arithmetic that is.
 
-    python benchmarks/trainer_throughput.py                       16k and 65k tokens, as configured
+    python benchmarks/trainer_throughput.py                       the standard cases, in 100 s
     python benchmarks/trainer_throughput.py --tokens 65536 --compile no yes \
         --checkpointing no yes --chunk-tokens 4096 8192 \
-        --micro-batch-tokens 16384 65536                          every combination
-    python benchmarks/trainer_throughput.py --profile             time by what it is spent on
+        --micro-batch-tokens 16384 65536 --budget-s 600           every combination
+    python benchmarks/trainer_throughput.py --profile             time by kernel, of every case
     python benchmarks/trainer_throughput.py --device cpu --tiny   does it run at all
+
+The standard cases are compiled or not, with checkpointing or without, of 65,536 tokens, and one of
+16,384; the first of either way of computing is profiled. ``--budget-s`` counts from the start of
+the program: cases for which no time is left are named as such, and measured less often before.
 
 A dense model of the shape of Qwen3-0.6B with random weights, documents of 512 to 4096 tokens (a
 prompt of 128, four responses each). What is timed is ``LocalTrainer.optimize``: everything between
@@ -24,6 +28,7 @@ import argparse
 import gc
 import itertools
 import json
+import os
 import random
 import statistics
 import tempfile
@@ -33,9 +38,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import transformers
-from torch.profiler import ProfilerActivity, profile
+from kernel_profile import profiled
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from configs.run import RunSpec
@@ -46,6 +52,8 @@ PEAK_RATE = 989e12
 """FLOP/s of an H100 or H200 in dense bfloat16, by its data sheet."""
 SIBLINGS = 4
 WARM_UP = 2
+PROFILE_S = 8.0
+"""What a profile may take."""
 QWEN3_06B: dict[str, Any] = {
     "vocab_size": 151936,
     "hidden_size": 1024,
@@ -80,6 +88,18 @@ class Case:
     compile: bool
 
 
+class Budget:
+    """Seconds that the program may take, from its start on."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = psutil.Process().create_time() + seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds from now on; negative afterwards."""
+        return self._end - time.time()
+
+
 @dataclass(frozen=True, slots=True)
 class Lengths:
     """Shortest and longest document, and the prompt that each begins with."""
@@ -92,6 +112,7 @@ class Lengths:
 def main() -> None:
     """Measure every case; a line each, then one JSON line with all."""
     told = _arguments()
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as a run's trainer
     shape, lengths = (QWEN3_06B, Lengths(512, 4096, 128))
     if told.tiny:
         shape, lengths = (TINY, Lengths(32, 128, 8))
@@ -99,21 +120,30 @@ def main() -> None:
         raise SystemExit("no GPU is visible; use --device cpu --tiny")
     if told.device == "cpu" and torch.cuda.is_available():
         raise SystemExit("a GPU is visible and would be used; set CUDA_VISIBLE_DEVICES=''")
-    rows = []
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
-        model_dir = make_model(shape, Path(scratch) / "model")
+        model_dir = make_model(shape, Path(scratch) / "model", told.device)
+        quickest, seen = 0.0, set[bool]()
         for place, case in enumerate(cases(told)):
+            if rows and told.budget.left < quickest:
+                rows.append({**asdict(case), "error": "not measured: no time left"})
+                continue
+            began = time.perf_counter()
+            profile = told.profile or (told.standard and case.compile not in seen)
             root = Path(scratch) / f"case-{place}"
             try:
-                row = measure(case, shape, lengths, model_dir, root, told)
+                row = measure(case, shape, lengths, model_dir, root, told, profile=profile)
+                seen.add(case.compile)
             except torch.OutOfMemoryError as error:
                 row = {"error": f"out of memory: {str(error).splitlines()[0][:150]}"}
+            took = time.perf_counter() - began
+            quickest = min(quickest, took) or took
             rows.append({**asdict(case), **row})
             print(json.dumps(rows[-1]), flush=True)
-            torch._dynamo.reset()
             gc.collect()
             if told.device == "cuda":
                 torch.cuda.empty_cache()
+    print("\n".join(table(rows)))
     gpu = torch.cuda.get_device_name() if told.device == "cuda" else "none"
     about = {"torch": torch.__version__, "transformers": transformers.__version__, "gpu": gpu}
     print(json.dumps({**about, "shape": shape, "rows": rows}))
@@ -126,14 +156,18 @@ def measure(
     model_dir: Path,
     root: Path,
     told: argparse.Namespace,
+    *,
+    profile: bool,
 ) -> dict[str, Any]:
-    """Figures of one case."""
+    """Figures of one case; with a table of kernels if there is time for it."""
     documents = document_lengths(case.tokens, lengths)
     spec = run_spec(case, len(documents), lengths, root, told)
     trainer = LocalTrainer(spec, model_dir)
-    seconds = []
+    seconds: list[float] = []
     last: dict[str, float] = {}
     for update in range(WARM_UP + told.repeats):
+        if update > WARM_UP and told.budget.left < seconds[-1]:
+            break
         groups = make_groups(documents, lengths, shape["vocab_size"], trainer.policy_version)
         started = time.perf_counter()
         last = trainer.optimize(update, f"{update:064x}", groups).metrics
@@ -142,6 +176,7 @@ def measure(
     operations = update_operations(shape, documents, lengths.prompt)
     row: dict[str, Any] = {
         "documents": len(documents),
+        "updates": len(seconds) - WARM_UP,
         "seconds": took,
         "seconds_low": min(seconds[WARM_UP:]),
         "seconds_high": max(seconds[WARM_UP:]),
@@ -155,14 +190,55 @@ def measure(
         "loss": last["train/loss"],
         "grad_norm": last["train/grad_norm"],
     }
-    if told.profile:
+    if profile and told.budget.left > PROFILE_S:
+        update = trainer.next_update
         groups = make_groups(documents, lengths, shape["vocab_size"], trainer.policy_version)
-        row["profile_ms"] = profiled(trainer, groups, shape, told.device)
+        seen = profiled(
+            lambda: trainer.optimize(update, f"{update:064x}", groups), shape, told.device
+        )
+        print(seen.table(), flush=True)
+        row["profile_ms"] = seen.as_json()
     return row
 
 
+def table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """A line a case, as in the table of results."""
+    yield (
+        "| tokens | micro-batch | compiled | checkpointing | s | tokens/s | MFU "
+        "| peak GiB (expected) |"
+    )
+    yield "|---|---|---|---|---|---|---|---|"
+    for row in rows:
+        how = " | ".join("yes" if row[key] else "no" for key in ("compile", "checkpointing"))
+        case = f"| {row['tokens']:,} | {row['micro_batch_tokens']:,} | {how} "
+        if "error" in row:
+            yield f"{case}| {row['error']} | | | |"
+        else:
+            yield (
+                f"{case}| {row['seconds']:.3f} | {row['tokens_per_second']:,.0f} "
+                f"| {row['mfu']:.3f} | {row['peak_gib']:.1f} ({row['estimated_gib']:.1f}) |"
+            )
+
+
 def cases(told: argparse.Namespace) -> Iterator[Case]:
-    """Every combination of what was asked for; a micro-batch of 0 tokens holds the whole update."""
+    """The standard ones, most telling first, or every combination of what was asked for.
+
+    A micro-batch of 0 tokens holds the whole update.
+    """
+    if told.standard:
+        most = 1024 if told.tiny else 65536
+        for tokens, micro, again, compiled in (
+            (most, most, False, True),
+            (most, most // 4, False, False),
+            (most, most, True, True),
+            (most, most, True, False),
+            (most, most // 4, False, True),
+            (most // 4, most // 4, False, True),
+            (most // 4, most // 4, False, False),
+        ):
+            if not (compiled and told.device == "cpu"):
+                yield Case(tokens, micro, told.chunk_tokens[0], again, compiled)
+        return
     yes = {"yes": True, "no": False}
     for tokens, micro, chunk, again, compiled in itertools.product(
         told.tokens, told.micro_batch_tokens, told.chunk_tokens, told.checkpointing, told.compile
@@ -170,10 +246,11 @@ def cases(told: argparse.Namespace) -> Iterator[Case]:
         yield Case(tokens, micro or tokens, chunk, yes[again], yes[compiled])
 
 
-def make_model(shape: dict[str, Any], folder: Path) -> Path:
+def make_model(shape: dict[str, Any], folder: Path, device: str) -> Path:
     """A Hugging Face folder of random weights in bfloat16."""
     torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(Qwen3Config(**shape), dtype=torch.bfloat16)
+    with torch.device(device):
+        model: Any = AutoModelForCausalLM.from_config(Qwen3Config(**shape), dtype=torch.bfloat16)
     model.save_pretrained(folder)
     return folder
 
@@ -270,60 +347,6 @@ def update_operations(shape: dict[str, Any], documents: Sequence[int], prompt: i
     return int(products + 12 * layers * queries * pairs)
 
 
-def profiled(
-    trainer: LocalTrainer, groups: list[SampleGroup], shape: dict[str, Any], device: str
-) -> dict[str, float]:
-    """Milliseconds of one more update by kind, of kernels on a GPU, of operators on a CPU.
-
-    Products are told apart by their sizes, where the profiler says which operator ran them.
-    """
-    activities = [ProfilerActivity.CPU]
-    activities += [ProfilerActivity.CUDA] if device == "cuda" else []
-    update = trainer.next_update
-    started = time.perf_counter()
-    with profile(activities=activities, record_shapes=True) as seen:
-        trainer.optimize(update, f"{update:064x}", groups)
-    wall = (time.perf_counter() - started) * 1e3
-    kinds: dict[str, float] = {}
-    products: dict[str, float] = {}
-    for event in seen.key_averages(group_by_input_shape=True):
-        on_device = "CPU" not in str(event.device_type)
-        spent = event.self_device_time_total if device == "cuda" else event.self_cpu_time_total
-        if event.key in ("aten::mm", "aten::addmm"):
-            kind = product_kind(event.input_shapes, shape)
-            products[kind] = products.get(kind, 0.0) + spent / 1e3
-        if on_device == (device == "cuda"):
-            kind = kernel_kind(event.key)
-            kinds[kind] = kinds.get(kind, 0.0) + spent / 1e3
-    kinds |= {f"products: {kind}": spent for kind, spent in products.items()}
-    busy = sum(spent for kind, spent in kinds.items() if ":" not in kind)
-    return {**dict(sorted(kinds.items())), "busy": busy, "wall, profiler on": wall}
-
-
-def kernel_kind(name: str) -> str:
-    """What a kernel or operator is for, by its name."""
-    name = name.lower()
-    kinds = {
-        "attention": ("flash", "fmha", "scaled_dot", "varlen"),
-        "products": ("gemm", "nvjet", "cutlass", "xmma", "splitk", "aten::mm", "aten::addmm"),
-        "log-softmax": ("softmax", "logsumexp", "gather", "online"),
-        "optimizer": ("adam", "multi_tensor", "foreach"),
-        "copies": ("memcpy", "memset"),
-    }
-    return next(
-        (kind for kind, marks in kinds.items() if any(mark in name for mark in marks)),
-        "elementwise",
-    )
-
-
-def product_kind(shapes: Sequence[Sequence[int]], shape: dict[str, Any]) -> str:
-    """Which part of the model a product belongs to, by the sizes of its factors."""
-    sizes = {size for factor in shapes if isinstance(factor, list) for size in factor}
-    if shape["vocab_size"] in sizes:
-        return "head"
-    return "mlp" if shape["intermediate_size"] in sizes else "attention projections"
-
-
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -338,8 +361,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--compile", default=["yes"], **flags)
     parser.add_argument("--scoring", action="store_true", help="a scoring pass in every update")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--profile", action="store_true", help="kernels of every case")
+    parser.add_argument("--budget-s", type=float, default=100.0, help="for the whole program")
     told = parser.parse_args()
+    told.budget = Budget(told.budget_s)
+    asked = ("tokens", "micro_batch_tokens", "checkpointing", "compile")
+    told.standard = all(getattr(told, key) == parser.get_default(key) for key in asked)
     told.tokens = told.tokens or ([1024] if told.tiny else [16384, 65536])
     if told.device == "cpu":
         told.compile = ["no"]
