@@ -101,6 +101,28 @@ def test_inputs_that_are_missing_on_this_machine(
     assert run_command(["validate", TINY, "--set", override, "--no-inputs"]) == 0
 
 
+def test_an_engine_that_is_not_installed_here_is_warned_of_and_refused_by_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PERDURE_STATE_DIR", str(tmp_path / "state"))  # no stack runs there
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    without = tmp_path / "python"
+    without.write_text("#!/bin/sh\necho\n")
+    without.chmod(0o755)
+    monkeypatch.setenv("PERDURE_SGLANG_PYTHON", str(without))
+    told = [TINY, "--set", 'inference.engine="sglang"', "--set", f'output.root="{tmp_path}/root"']
+    assert run_command(["validate", *told]) == 0
+    seen = capsys.readouterr()
+    assert f'warning no_sglang_here: inference.engine = "sglang": {without} has no' in seen.err
+    assert ": valid, " in seen.out
+    assert run_command(["run", *told]) == 2
+    assert f"{without} has no SGLang; install the extra" in capsys.readouterr().err
+    assert not (tmp_path / "state").exists()
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")  # engines may start there
+    assert run_command(["validate", *told]) == 0
+    assert "no_sglang_here" not in capsys.readouterr().err
+
+
 def test_prompt_files_that_are_missing_or_empty(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,7 +12,8 @@ from configs.problem import configuration_error
 from configs.render import run_request
 from configs.schema import json_schema
 from workers.cli.output import notice, print_json
-from workers.sources.inputs import find_input_problems
+from workers.cli.place import is_named
+from workers.sources.inputs import find_engine_problems, find_input_problems
 
 group = typer.Typer(no_args_is_help=True, help="Run files as other tools want them.")
 
@@ -39,6 +40,8 @@ def validate(
     capacity = plan_of_run["runtime"]["async_capacity"]
     for warning in (*plan_of_run["warnings"], *capacity["warnings"]):
         notice(f"perdure: {file}: warning {warning['code']}: {warning['message']}")
+    for problem in find_engine_problems(loaded.spec) if inputs and not is_named(None) else ():
+        notice(f"perdure: {file}: warning no_sglang_here: {problem}")
     typer.echo(f"{file}: valid, {loaded.spec.run_id}, sha256 {loaded.sha256}")
     if gpus := plan_of_run["allocation"]["gpus"]:
         typer.echo(f"{file}: {loaded.spec.placement.mode} on {gpus['summary']}")

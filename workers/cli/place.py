@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from models.errors import ServiceUnreachable
-from workers.local_stack import StackInfo, ensure_stack, stack_status
+from workers.local_stack import StackInfo, StackStatus, ensure_stack, stack_status
 
 DEFAULT_ADDRESS = "localhost:7233"
 
@@ -41,7 +41,7 @@ def find_place(address: str | None) -> Place:
     if named is not None:
         return named
     status = stack_status()
-    if status is None or not any(process.alive for process in status.processes):
+    if status is None or not _runs(status):
         raise ServiceUnreachable(
             "no Temporal server is named and the embedded stack is not running; "
             "start it with `perdure up`, or set TEMPORAL_ADDRESS"
@@ -54,9 +54,19 @@ def ensure_place(address: str | None, notice: Callable[[str], None]) -> Place:
     return _named(address) or _of_stack(ensure_stack(notice=notice))
 
 
+def stack_runs() -> bool:
+    """Whether the embedded stack runs; its environment is then that of who started it."""
+    status = stack_status()
+    return status is not None and _runs(status)
+
+
 def is_named(address: str | None) -> bool:
     """Whether the caller or the environment names a server, so that no stack is needed."""
     return _named(address) is not None
+
+
+def _runs(status: StackStatus) -> bool:
+    return any(process.alive for process in status.processes)
 
 
 def _named(address: str | None) -> Place | None:

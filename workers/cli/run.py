@@ -14,8 +14,8 @@ from workers.cli import errors
 from workers.cli.config import Overrides, RunFile
 from workers.cli.names import as_options, run_id_of
 from workers.cli.output import equivalent, notice, quiet_or
-from workers.cli.place import Place, ensure_place, find_place, is_named
-from workers.sources.inputs import find_input_problems
+from workers.cli.place import Place, ensure_place, find_place, is_named, stack_runs
+from workers.sources.inputs import find_engine_problems, find_input_problems
 
 Address = Annotated[
     str | None,
@@ -44,6 +44,8 @@ def run(
     loaded = load_run(file, override or ())
     if not is_named(address):
         problems = find_input_problems(loaded.spec)
+        if not stack_runs():  # else its workers have an environment of their own
+            problems += find_engine_problems(loaded.spec)
         if problems:
             raise configuration_error(file, problems)
     place = ensure_place(address, quiet_or(not json))

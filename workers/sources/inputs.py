@@ -4,6 +4,7 @@ The same code as in ``prepare``, without what takes long: no weights, no tokeniz
 each generator. A hub model is not fetched.
 """
 
+import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,8 @@ from configs.paths import is_url
 from configs.problem import Problem
 from configs.run import RunSpec
 from models.errors import ConfigurationError
-from workers.engines.sglang.installed import argument_problems, find_sglang
+from workers.engines.sglang.installed import argument_problems, find_sglang, require_sglang
+from workers.ray_address import VARIABLE as RAY_ADDRESS
 
 
 def find_input_problems(spec: RunSpec) -> list[Problem]:
@@ -24,6 +26,16 @@ def find_input_problems(spec: RunSpec) -> list[Problem]:
         *_data(spec),
         *_server_arguments(spec),
     ]
+
+
+def find_engine_problems(spec: RunSpec) -> list[Problem]:
+    """That this machine has no SGLang, and engines of the run would start here.
+
+    They may start elsewhere when a Ray cluster is named; then there is nothing to say.
+    """
+    if spec.inference.engine != "sglang" or os.environ.get(RAY_ADDRESS):
+        return []
+    return list(_refusals(require_sglang))
 
 
 def _check_model(spec: RunSpec) -> None:

@@ -55,11 +55,11 @@ def find_sglang() -> Path | None:
     return Path(found) if found else None
 
 
-def require_arguments(arguments: Mapping[str, Argument]) -> None:
-    """Refuse arguments that the installed SGLang does not have, each with the nearest name.
+def require_sglang() -> Path:
+    """Folder of the package that ``sglang_python`` would import.
 
     Raises:
-        ConfigurationError: SGLang is not installed, or naming every unknown argument.
+        ConfigurationError: it has none.
     """
     package = find_sglang()
     if package is None:
@@ -68,6 +68,16 @@ def require_arguments(arguments: Mapping[str, Argument]) -> None:
             f"perdure[sglang] there, name another interpreter in {PYTHON_VARIABLE}, or set "
             'inference.engine = "native"'
         )
+    return package
+
+
+def require_arguments(arguments: Mapping[str, Argument]) -> None:
+    """Refuse arguments that the installed SGLang does not have, each with the nearest name.
+
+    Raises:
+        ConfigurationError: SGLang is not installed, or naming every unknown argument.
+    """
+    package = require_sglang()
     problems = argument_problems(arguments, package)
     if problems:
         raise configuration_error(str(package), problems)
