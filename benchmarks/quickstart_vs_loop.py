@@ -29,6 +29,7 @@ from activities.storage import layout
 from activities.storage.store import Store
 from configs.load import load_run
 from configs.run import RunSpec
+from models.metrics import is_mean_reward
 from workers.sources.model import prepare_model
 from workers.sources.prompts import prepare_data
 
@@ -102,8 +103,7 @@ def read_run(store: Store) -> dict[str, Any]:
         int(row["eval/step"]): row[name]
         for row in metrics
         for name in row
-        if "eval/step" in row and name.startswith("eval/") and name.count("/") == 1
-        if name != "eval/step"
+        if "eval/step" in row and is_mean_reward(name)
     }
     return {
         **asdict(costs),

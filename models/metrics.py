@@ -35,8 +35,10 @@ METRICS: tuple[Metric, ...] = (
     Metric("train/completed_steps", "steps", _UPDATE, "policy version after the update"),
     Metric("train/published_step", "steps", _UPDATE, "policy version last exported; -1: none"),
     Metric("train/rollout_id", "index", _UPDATE, "update index"),
-    Metric("train/loss", "1", _UPDATE, "policy loss as optimized, mean over optimizer steps"),
+    Metric("train/loss", "1", _UPDATE, "loss as optimized, mean over optimizer steps"),
     Metric("train/policy_objective", "1", _UPDATE, "the loss without auxiliary terms of routers"),
+    Metric("train/auxiliary_load_balancing", "1", _UPDATE, "weighted part of the loss, routers"),
+    Metric("train/auxiliary_router_z", "1", _UPDATE, "weighted part of the loss, routers"),
     Metric("train/pg_loss", "1", _UPDATE, "policy-gradient part of the loss"),
     Metric("train/kl_loss", "nats", _UPDATE, "KL estimate against the reference, as weighed"),
     Metric("train/entropy_loss", "nats", _UPDATE, "mean token entropy"),
@@ -72,6 +74,13 @@ METRICS: tuple[Metric, ...] = (
     Metric("train/packing/packs_per_rank", "packs", _UPDATE, "forward-backward passes of a rank"),
     Metric("train/packing/samples_per_pack", "samples", _UPDATE, "mean over packs"),
     Metric("train/packing/tokens_per_pack", "tokens", _UPDATE, "model tokens, mean over packs"),
+    Metric(
+        "train/packing/expert_dispatch_skew_mean",
+        "1",
+        _UPDATE,
+        "busiest / mean expert of a pack, summed over layers; mean over packs, last step",
+    ),
+    Metric("train/packing/expert_dispatch_skew_max", "1", _UPDATE, "of the worst pack, last step"),
     Metric("train/packing/rank0_peak_allocated_bytes", "bytes", _UPDATE, "of the accelerator"),
     Metric("train/memory/estimated_bytes", "bytes", _UPDATE, "expected of rank 0's accelerator"),
     Metric("train/memory/peak_reserved_bytes", "bytes", _UPDATE, "with the allocator's reserve"),
@@ -134,18 +143,34 @@ METRICS: tuple[Metric, ...] = (
     Metric("rollout/step", "index", _ROLLOUT, "update index of the collection"),
     Metric("rollout/reward", "1", _ROLLOUT, "mean reward of the samples with a score"),
     Metric("rollout/response_len/mean", "tokens", _ROLLOUT, "mean response length"),
+    Metric("rollout/response_len/median", "tokens", _ROLLOUT, "median response length"),
+    Metric("rollout/response_len/min", "tokens", _ROLLOUT, "shortest response"),
     Metric("rollout/response_len/max", "tokens", _ROLLOUT, "longest response"),
+    Metric("rollout/repetition_frac", "fraction", _ROLLOUT, "long responses that end repeating"),
     Metric("rollout/truncated_ratio", "fraction", _ROLLOUT, "responses cut at the token limit"),
     Metric("rollout/mixed_reward_groups", "groups", _ROLLOUT, "groups with unequal rewards"),
     Metric("rollout/dynamic_filter/*", "groups", _ROLLOUT, "groups filtered, by reason"),
+    Metric("rollout/zero_std/ratio", "fraction", _ROLLOUT, "sampled groups whose rewards all tie"),
+    Metric("rollout/zero_std/*", "groups", _ROLLOUT, "count_R: sampled groups that tie at R"),
     Metric("rollout/error_verdicts", "samples", _ROLLOUT, "samples whose verifier failed"),
     Metric("rollout/invalid_verdicts", "samples", _ROLLOUT, "answers that could not be read"),
     Metric("rollout/requeued_groups", "groups", _ROLLOUT, "group attempts requeued after a fault"),
     Metric("rollout/seconds", "s", _ROLLOUT, "first submission to commit"),
     Metric("rollout/response_tokens_per_second", "tokens/s", _ROLLOUT, "delivered tokens / s"),
+    Metric("rollout/prefix_cache_hit_rate", "fraction", _ROLLOUT, "input tokens engines had"),
+    Metric("rollout/weight_version/mean", "steps", _ROLLOUT, "oldest one of a sample, mean"),
+    Metric("rollout/weight_version/median", "steps", _ROLLOUT, "oldest one of a sample, median"),
     Metric("rollout/weight_version/min", "steps", _ROLLOUT, "oldest behavior version"),
     Metric("rollout/weight_version/max", "steps", _ROLLOUT, "newest behavior version"),
+    Metric(
+        "rollout/weight_version/mixed_version_ratio",
+        "fraction",
+        _ROLLOUT,
+        "responses of more than one behavior version",
+    ),
     Metric("rollout/max_requeues", "count", _ROLLOUT, "most requeues of any one prompt draw"),
+    Metric("perf/rollout_time", "s", _ROLLOUT, "first submission to commit"),
+    Metric("perf/tokens_per_gpu_per_sec", "tokens/s", _ROLLOUT, "delivered, of one engine GPU"),
     # the queue of finished groups of a fully async run, over the window since the last collection
     Metric(f"{_ASYNC}queue_size", "groups", _ROLLOUT, "finished groups that wait"),
     Metric(f"{_ASYNC}aborted_groups_filtered", "groups", _ROLLOUT, "canceled before they ended"),
@@ -183,7 +208,7 @@ METRICS: tuple[Metric, ...] = (
     # evaluation
     Metric("eval/step", "index", _EVAL, "completed updates"),
     Metric("eval/checkpoint_update", "index", _EVAL, "completed updates of the snapshot"),
-    Metric("eval/*", "1", _EVAL, "mean reward of the named held-out set"),
+    Metric("eval/*", "1", _EVAL, "NAME: mean reward of a held-out set; figures beside it"),
     # serving errors, own axis in seconds
     Metric("errors/elapsed_seconds", "s", _ERRORS, "seconds since the producer started"),
     Metric("errors/completed_group_attempts", "groups", _ERRORS, "cumulative, ok and failed"),
@@ -204,6 +229,15 @@ METRICS: tuple[Metric, ...] = (
 
 _EXACT = frozenset(metric.name for metric in METRICS if not metric.name.endswith("/*"))
 _FAMILIES = tuple(metric.name[:-1] for metric in METRICS if metric.name.endswith("/*"))
+
+
+_BESIDE_EVAL = ("-truncated_ratio", "-none_reward_ratio")
+
+
+def is_mean_reward(name: str) -> bool:
+    """Whether ``name`` is a held-out set's mean reward, not a counter or a figure beside it."""
+    is_section = name.startswith("eval/") and name.count("/") == 1
+    return is_section and name not in _EXACT and not name.endswith(_BESIDE_EVAL)
 
 
 def is_declared(name: str) -> bool:

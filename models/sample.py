@@ -51,6 +51,15 @@ class Verdict:
     diagnostics: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(slots=True, frozen=True)
+class PrefixUse:
+    """Input of the calls that made a response: the prompt, and what a call went on from."""
+
+    input_tokens: int
+    cached_tokens: int
+    """Those that the engine had in its prefix cache."""
+
+
 @dataclass(slots=True)
 class Sample:
     """One response. T = number of response tokens."""
@@ -69,6 +78,8 @@ class Sample:
     """[T] of 0 and 1: the tokens that count in the loss; none: all of them."""
     routed_experts: bytes | None = None
     """int32 [prompt + T - 1, layers, top_k] in C order, of the forward that made the last token."""
+    prefix_use: PrefixUse | None = None
+    """None when no engine told; not part of the committed file."""
 
     @property
     def replay_version(self) -> int:

@@ -157,6 +157,7 @@ class GroupSampler:
             spans=response.spans,
             finish_reason=response.finish_reason,
             routed_experts=response.routed_experts,
+            prefix_use=response.prefix_use,
         )
         sample.text = self._decode(self._without_end(sample.response_token_ids))
         sample.verdicts = await self._verdicts(attempt.prompt, sample)

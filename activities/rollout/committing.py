@@ -48,6 +48,8 @@ class CollectionWriter:
         self, spec: RunSpec, store: Store, source: PromptSource, epochs: FenceGuard
     ) -> None:
         self._std_normalization = spec.training.grpo_std_normalization
+        inference = spec.inference
+        self._num_devices = inference.num_engines * inference.tensor_parallel_size
         self._store = store
         self._source = source
         self._epochs = epochs
@@ -83,7 +85,9 @@ class CollectionWriter:
         data_after = self._source.snapshot(request.update)
         uri = collection_parquet(request.update, request.epoch)
         sha256 = await asyncio.to_thread(write_collection, self._store, uri, draft.groups)
-        collection = _collection(request, draft, uri, sha256)
+        collection = await asyncio.to_thread(
+            _collection, request, draft, uri, sha256, self._num_devices
+        )
         manifest = CollectionManifest(
             collection=collection, data_after=data_after, dropped=tuple(draft.dropped)
         )
@@ -113,7 +117,7 @@ class CollectionWriter:
 
 
 def _collection(
-    request: CollectRequest, draft: CollectionDraft, uri: str, sha256: str
+    request: CollectRequest, draft: CollectionDraft, uri: str, sha256: str, num_devices: int
 ) -> RolloutCollection:
     seconds = time.monotonic() - draft.started
     counts = collection_counts(draft.groups, draft.tally)
@@ -124,6 +128,7 @@ def _collection(
         draft.tally,
         draft.max_requeues,
         seconds,
+        num_devices,
         draft.queue_metrics,
     )
     return RolloutCollection(

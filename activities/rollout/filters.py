@@ -23,6 +23,13 @@ def has_mixed_rewards(rewards: Sequence[float]) -> bool:
     return sample_std(rewards) > ZERO_STD
 
 
+def tied_reward(rewards: Sequence[float]) -> str | None:
+    """The first reward, rounded to one decimal, of a scored group whose rewards all tie."""
+    if not all(map(math.isfinite, rewards)) or has_mixed_rewards(rewards):
+        return None
+    return f"{round(rewards[0], 1) + 0.0:.1f}"  # never -0.0
+
+
 def drop_reason(rewards: Sequence[float], filter_zero_std: bool) -> str | None:
     """Why a finished group must not train, or None to keep it.
 
@@ -31,6 +38,5 @@ def drop_reason(rewards: Sequence[float], filter_zero_std: bool) -> str | None:
     """
     if not all(map(math.isfinite, rewards)):
         return VERIFIER_ERROR
-    if filter_zero_std and not has_mixed_rewards(rewards):
-        return f"zero_std_{rewards[0]:.1f}"
-    return None
+    tied = tied_reward(rewards) if filter_zero_std else None
+    return None if tied is None else f"zero_std_{tied}"

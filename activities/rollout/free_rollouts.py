@@ -232,6 +232,7 @@ class FreeRollouts:
         self._run.ready.clear()
         self._completed.clear()
         self._selection.take()
+        self._assembly.begin_window()
         return self._parts.writer.adopt(update, manifest, groups)
 
     def _end_worker(self) -> None:

@@ -113,8 +113,8 @@ def evaluation_report(
     metrics = {
         "eval/step": request.update,
         f"eval/{EVAL_NAME}": reward_mean,
-        f"eval/{EVAL_NAME}/truncated_ratio": truncated_fraction,
-        f"eval/{EVAL_NAME}/error_fraction": error_fraction,
+        f"eval/{EVAL_NAME}-truncated_ratio": truncated_fraction,
+        f"eval/{EVAL_NAME}-none_reward_ratio": error_fraction,
         f"eval/{EVAL_NAME}/invalid_fraction": invalid / len(samples),
         f"eval/{EVAL_NAME}/response_len/mean": mean_tokens,
     }

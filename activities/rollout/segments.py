@@ -25,7 +25,7 @@ from activities.wire.contract import GenerateRequest, GenerateResponse, MetaInfo
 from activities.wire.engine_pool import Route
 from activities.wire.faults import TIMEOUT
 from models.errors import ContractViolation, GenerationFault, RequestGated
-from models.sample import FinishReason, TokenSpan
+from models.sample import FinishReason, PrefixUse, TokenSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,7 @@ class Response:
     spans: list[TokenSpan]
     finish_reason: FinishReason
     routed_experts: bytes | None
+    prefix_use: PrefixUse | None
 
 
 class SegmentedResponse:
@@ -68,6 +69,7 @@ class SegmentedResponse:
         self._logprobs: list[float] = []
         self._spans: list[TokenSpan] = []
         self._routes: str | None = None
+        self._prefix_use: PrefixUse | None = None
         self._deadline = 0.0
 
     async def generate(self, route: Route) -> Response:
@@ -125,6 +127,7 @@ class SegmentedResponse:
             self._token_ids += answer.output_ids
             self._logprobs += [entry[0] for entry in meta.output_token_logprobs or []]
             self._routes = meta.routed_experts
+            self._count_prefix(meta)
             if answer.output_ids[-1] in self._task.end_token_ids:
                 # Also when an engine says "length" of an end token in the last allowed place.
                 return FinishReason.STOP
@@ -145,6 +148,15 @@ class SegmentedResponse:
             return False
         is_full = len(self._token_ids) + len(ids) == task.sampling.max_new_tokens
         return is_full or ids[-1] in task.end_token_ids
+
+    def _count_prefix(self, meta: MetaInfo) -> None:
+        """Add the input of a call whose tokens are kept, if the engine told what it had of it."""
+        if meta.prompt_tokens is None or meta.cached_tokens is None:
+            return
+        before = self._prefix_use or PrefixUse(0, 0)
+        self._prefix_use = PrefixUse(
+            before.input_tokens + meta.prompt_tokens, before.cached_tokens + meta.cached_tokens
+        )
 
     def _answer_spans(self, meta: MetaInfo, length: int) -> list[TokenSpan]:
         """Spans of one answer of ``length`` tokens, relative to the whole response."""
@@ -183,7 +195,7 @@ class SegmentedResponse:
         except ContractViolation as error:
             raise ContractViolation(f"{where}: {error.message}") from error
         routes = self._decoded_routes() if self._task.routed_experts else None
-        return Response(self._token_ids, self._logprobs, spans, reason, routes)
+        return Response(self._token_ids, self._logprobs, spans, reason, routes, self._prefix_use)
 
     def _decoded_routes(self) -> bytes:
         """The last answer's routes: its request held every earlier token as well."""

@@ -4,7 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from activities.rollout.filters import has_mixed_rewards
+from activities.rollout.filters import has_mixed_rewards, tied_reward
+from activities.rollout.sample_metrics import sample_metrics
 from models.metrics import refuse_undeclared
 from models.rollout import CollectionCounts
 from models.sample import FinishReason, Sample, SampleGroup, VerdictOutcome
@@ -21,9 +22,16 @@ class SampledTally:
     """Drop reason -> groups."""
     faults: dict[str, int] = field(default_factory=dict)
     """Fault category -> group attempts."""
+    groups: int = 0
+    tied: dict[str, int] = field(default_factory=dict)
+    """Reward, rounded to one decimal -> groups in which every sample has it."""
 
     def add(self, group: SampleGroup, drop_reason: str | None) -> None:
         """Count a finished group."""
+        self.groups += 1
+        tied = tied_reward(group.rewards)
+        if tied is not None:
+            self.tied[tied] = self.tied.get(tied, 0) + 1
         for sample in group.samples:
             if math.isfinite(sample.reward):
                 self.reward_sum += sample.reward
@@ -42,7 +50,12 @@ class SampledTally:
         self.reward_sum += other.reward_sum
         self.scored_samples += other.scored_samples
         self.error_samples += other.error_samples
-        for mine, theirs in ((self.dropped, other.dropped), (self.faults, other.faults)):
+        self.groups += other.groups
+        for mine, theirs in (
+            (self.dropped, other.dropped),
+            (self.faults, other.faults),
+            (self.tied, other.tied),
+        ):
             for name, count in theirs.items():
                 mine[name] = mine.get(name, 0) + count
 
@@ -53,6 +66,16 @@ class SampledTally:
         Filtered groups count: without them the mean would be that of the undecided prompts only.
         """
         return self.reward_sum / self.scored_samples if self.scored_samples else math.nan
+
+    def tie_metrics(self) -> dict[str, float]:
+        """``rollout/zero_std/``: the share of groups without a gradient, and their rewards.
+
+        Filtered groups count: without them a run that filters would show none.
+        """
+        return {
+            "rollout/zero_std/ratio": sum(self.tied.values()) / max(1, self.groups),
+            **{f"rollout/zero_std/count_{reward}": n for reward, n in self.tied.items()},
+        }
 
 
 def collection_counts(groups: Sequence[SampleGroup], tally: SampledTally) -> CollectionCounts:
@@ -78,28 +101,31 @@ def collection_metrics(
     tally: SampledTally,
     max_requeues: int,
     seconds: float,
+    num_devices: int,
     queue_metrics: Mapping[str, float],
 ) -> dict[str, float]:
-    """The ``rollout/`` metrics of a collection; every name is declared."""
+    """The ``rollout/`` and ``perf/`` metrics of a collection; every name is declared.
+
+    ``num_devices`` are the GPUs of all engines. Reads every text: nothing for an event loop.
+    """
     samples = [sample for group in groups for sample in group.samples]
-    lengths = [len(sample.response_token_ids) for sample in samples]
-    versions = [span.version for sample in samples for span in sample.spans]
+    tokens_per_second = counts.response_tokens / max(seconds, 1e-9)
     metrics: dict[str, float] = {
         "rollout/step": update,
         "rollout/reward": tally.reward_mean,
-        "rollout/response_len/mean": sum(lengths) / len(lengths),
-        "rollout/response_len/max": max(lengths),
         "rollout/truncated_ratio": counts.truncated_samples / counts.samples,
         "rollout/mixed_reward_groups": counts.mixed_reward_groups,
         "rollout/error_verdicts": tally.error_samples,
         "rollout/invalid_verdicts": counts.invalid_verdicts,
         "rollout/requeued_groups": sum(tally.faults.values()),
         "rollout/seconds": seconds,
-        "rollout/response_tokens_per_second": counts.response_tokens / max(seconds, 1e-9),
-        "rollout/weight_version/min": min(versions),
-        "rollout/weight_version/max": max(versions),
+        "rollout/response_tokens_per_second": tokens_per_second,
+        "perf/rollout_time": seconds,
+        "perf/tokens_per_gpu_per_sec": tokens_per_second / num_devices,
         "rollout/max_requeues": max_requeues,
         **{f"rollout/dynamic_filter/drop_{name}": n for name, n in tally.dropped.items()},
+        **sample_metrics(samples),
+        **tally.tie_metrics(),
         **queue_metrics,
     }
     refuse_undeclared(metrics)

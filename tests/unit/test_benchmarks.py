@@ -114,7 +114,7 @@ def test_costs_of_an_update_are_read_from_the_artifacts(tmp_path: Path) -> None:
         store.append_jsonl(layout.METRICS, {"train/step_seconds": 4.8})
         if update == 1:
             stage("checkpoint", update, 7.0)
-    store.append_jsonl(layout.METRICS, {"eval/step": 3, "eval/x": 0.5, "eval/x/error_fraction": 0})
+    store.append_jsonl(layout.METRICS, {"eval/step": 3, "eval/x": 0.5, "eval/x-truncated_ratio": 1})
     measured = load("quickstart_vs_loop").read_run(store)
     # nine stages and the checkpoint leave nine gaps of 0.1 s: (30 + 0.9) / 3
     assert measured["seconds_per_update"] == pytest.approx(10.3)

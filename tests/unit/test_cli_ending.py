@@ -50,7 +50,7 @@ def test_first_and_last_are_means_over_a_tenth_and_redone_updates_count_once(
     rows.insert(4, {"rollout/step": 3, "rollout/reward": 99.0})
     rows[3], rows[4] = rows[4], rows[3]
     rows += [
-        {"eval/step": 0, "eval/reverse_word": 0.2, "eval/reverse_word/error_fraction": 0.0},
+        {"eval/step": 0, "eval/reverse_word": 0.2, "eval/reverse_word-truncated_ratio": 1.0},
         {"eval/step": 20, "eval/reverse_word": 0.9},
         {"train/step": 5, "train/loss": 1.0},
     ]

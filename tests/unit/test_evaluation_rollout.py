@@ -40,6 +40,8 @@ async def test_every_row_and_sample_comes_back(rig):
     assert report.reward_mean == pytest.approx(sum(rewards) / 14)
     assert report.error_fraction == report.truncated_fraction == 0.0
     assert report.metrics["eval/heldout"] == report.reward_mean
+    assert report.metrics["eval/heldout-truncated_ratio"] == 0.0
+    assert report.metrics["eval/heldout-none_reward_ratio"] == 0.0
     assert report.metrics["eval/step"] == 0
     params = rig.engine.bodies[0]["sampling_params"]
     assert (params["temperature"], params["max_new_tokens"]) == (0.0, 5)

@@ -14,6 +14,7 @@ from activities.rollout.filters import drop_reason, has_mixed_rewards, sample_st
         ([1.0, 1.0, 1.0, 1.0], "zero_std_1.0"),
         ([0.0, 0.0], "zero_std_0.0"),
         ([0.26, 0.26], "zero_std_0.3"),
+        ([-0.04, -0.04], "zero_std_0.0"),
         ([1.0, 0.0], None),
         ([0.0, 0.0, 0.0, 1e-3], None),
         ([0.5, 0.5 + 1e-9], "zero_std_0.5"),  # std 7e-10

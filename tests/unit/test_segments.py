@@ -13,7 +13,7 @@ from activities.wire.client import EngineClient
 from activities.wire.contract import SamplingParams
 from activities.wire.engine_pool import EnginePool
 from models.errors import ContractViolation, GenerationFault
-from models.sample import FinishReason, TokenSpan
+from models.sample import FinishReason, PrefixUse, TokenSpan
 from tests.support.scripted_server import ScriptedServer
 
 PROMPT = (1, 2, 3)
@@ -157,6 +157,7 @@ async def test_an_undisturbed_response_is_one_call(server, policy):
     assert response.logprobs == logprobs([10, 11, EOS])
     assert response.spans == [TokenSpan(4, 0, 3)]
     assert (response.finish_reason, response.routed_experts) == (FinishReason.STOP, None)
+    assert response.prefix_use == PrefixUse(input_tokens=3, cached_tokens=2)
     (sent,) = server.bodies
     assert (sent["input_ids"], sent["return_logprob"]) == ([1, 2, 3], True)
     assert sent["sampling_params"]["max_new_tokens"] == BUDGET
@@ -170,6 +171,7 @@ async def test_a_response_goes_on_under_the_new_weights(server, policy):
     assert response.logprobs == logprobs([10, 11, 12, EOS])
     assert response.spans == [TokenSpan(4, 0, 2), TokenSpan(5, 2, 4)]
     assert response.finish_reason is FinishReason.STOP
+    assert response.prefix_use == PrefixUse(input_tokens=3 + 5, cached_tokens=2 + 2)
     first, second = server.bodies
     assert second["input_ids"] == [1, 2, 3, 10, 11]
     assert second["sampling_params"]["max_new_tokens"] == BUDGET - 2
@@ -223,6 +225,7 @@ async def test_what_no_token_was_made_of_is_sent_as_it_was(server, policy, untou
     server.then(untouched(first=begins(policy)), says([10, EOS], version="5"))
     response = await goes_on(server, policy, calls=1)
     assert response.spans == [TokenSpan(5, 0, 2)]
+    assert response.prefix_use == PrefixUse(input_tokens=3, cached_tokens=2)
     first, second = server.bodies
     assert first.pop("rid") != second.pop("rid")
     assert second["sampling_params"].pop("sampling_seed") == sampling_seed(17, "train", 12, 5)
@@ -364,6 +367,7 @@ async def test_an_aborted_whole_answer_without_routes_is_sampled_again(server, p
     response = await goes_on(server, policy, calls=1, routed_experts=True)
     assert response.token_ids == [20, EOS]
     assert response.spans == [TokenSpan(5, 0, 2)]
+    assert response.prefix_use == PrefixUse(input_tokens=3, cached_tokens=2)
     assert server.bodies[1]["input_ids"] == list(PROMPT)
     assert server.bodies[1]["sampling_params"]["max_new_tokens"] == BUDGET
 

@@ -145,6 +145,7 @@ def test_every_declared_metric_is_plotted_against_its_axis(tmp_path: Path) -> No
     for metric in METRICS:
         assert globs[metric.name.split("/")[0] + "/*"] == metric.axis
     assert metric_axes()["errors"] == "errors/elapsed_seconds"
+    assert metric_axes()["perf"] == "rollout/step"  # rows of collections have no axis of their own
 
 
 def test_disabled_tracking_never_imports_wandb(

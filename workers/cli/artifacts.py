@@ -8,9 +8,9 @@ from activities.analysis.costs import UpdateCosts, update_costs
 from activities.storage import layout
 from activities.storage.store import Store
 from models.errors import PerdureError
+from models.metrics import is_mean_reward
 
 FLEET_JSON = "fleet.json"
-_EVALUATION_COUNTERS = ("eval/step", "eval/checkpoint_update")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ def read_history(root: str) -> History:
         if step is not None and reward is not None:
             rewards[int(step)] = float(reward)
         done = row.get("eval/step")
-        means = [row[key] for key in sorted(row) if _is_evaluation(key) and row[key] is not None]
+        means = [row[key] for key in sorted(row) if is_mean_reward(key) and row[key] is not None]
         if done is not None and means:
             evaluations[int(done)] = float(means[0])
     return History(
@@ -98,11 +98,6 @@ def _rows(root: str) -> list[dict[str, Any]]:
         return Store(root).read_jsonl(layout.METRICS).rows
     except (PerdureError, OSError):
         return []
-
-
-def _is_evaluation(key: str) -> bool:
-    """``eval/NAME`` is a mean reward; the counters of updates and deeper names are not."""
-    return key.startswith("eval/") and key.count("/") == 1 and key not in _EVALUATION_COUNTERS
 
 
 def _tenth(count: int) -> int:
