@@ -15,6 +15,7 @@ import structlog
 from activities.healing import restart_engines
 from activities.loading import EngineUpdate, LoadOrder, Phase
 from activities.publication_trace import BOUNDARY, PublicationTrace
+from activities.sending import send_buckets
 from activities.site import Site
 from models.errors import EngineLost, ServiceUnreachable
 from models.ports import EngineHandle
@@ -96,7 +97,10 @@ async def _round(
             await stack.enter_async_context(aclosing(update))
         for phase in Phase:
             with trace.part(phase.value):
-                await _everywhere(updates, phase, trace)
+                if phase is Phase.LOAD and not order.weights.on_disk:
+                    await send_buckets(site, order, updates, trace)
+                else:
+                    await _everywhere(updates, phase, trace)
             if any(update.failure is not None for update in updates):
                 break
         return updates

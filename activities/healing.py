@@ -95,6 +95,8 @@ async def _heal(
     if not unsure:
         return
     _log.info("loading engines", engines=[engine.name for engine in unsure])
+    if not weights.on_disk:
+        weights = await site.fleet.trainer(run).export_weights(token, weights.version)
     order = LoadOrder(run, token, weights, timeout_s)
     failures = await load_engines(site, order, unsure)
     if failures:

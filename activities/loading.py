@@ -28,7 +28,13 @@ from configs.run import RunSpec
 from models.errors import ContractViolation, DigestMismatch, ServiceUnreachable
 from models.ids import FenceToken, RunRef
 from models.ports import EngineHandle
-from models.publication import EngineConfirmation, EngineFailure, WeightsRef
+from models.publication import (
+    CPU,
+    EngineConfirmation,
+    EngineFailure,
+    WeightBucket,
+    WeightsRef,
+)
 
 MEMORY: tuple[MemoryTag, ...] = ("kv_cache", "weights")
 """All that an engine of a training run gives back to a colocated trainer."""
@@ -112,8 +118,23 @@ class EngineUpdate:
 
     async def attempt(self, phase: Phase) -> None:
         """``take``, with an engine's failure kept in ``error`` and ``failure``, not raised."""
+        await self._tried(phase, self.take(phase))
+
+    async def attempt_bucket(self, bucket: WeightBucket) -> None:
+        """A part of the load phase: open one bucket of the order's weights, in their order.
+
+        Failures are kept as by ``attempt``.
+        """
+        await self._tried(Phase.LOAD, self._take_bucket(bucket))
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the engine still has weights to load."""
+        return not self.repeated and self.failure is None
+
+    async def _tried(self, phase: Phase, step: Awaitable[None]) -> None:
         try:
-            await self.take(phase)
+            await step
         except (ContractViolation, ServiceUnreachable) as error:
             self.error = error
             self.failure = EngineFailure(
@@ -151,6 +172,17 @@ class EngineUpdate:
             order.weights.path, order.weights.version, order.timeout_s
         )
 
+    async def _take_bucket(self, bucket: WeightBucket) -> None:
+        weights = self._order.weights
+        last = bucket.index == weights.num_buckets - 1
+        await self._client.update_weights_from_tensor(
+            bucket.handles,
+            self.engine.gpus or (CPU,),
+            weights.version if last else None,
+            max(0.0, self._deadline - asyncio.get_running_loop().time()),
+            flush_cache=last,
+        )
+
     async def _verify(self) -> None:
         weights = self._order.weights
         version = await self._version()
@@ -174,7 +206,7 @@ class EngineUpdate:
         return str((await self._client.model_info()).get("weight_version", ""))
 
     async def _digest(self) -> str:
-        return weights_digest(await self._client.checksums())
+        return weights_digest(await self._client.checksums(self._order.weights.checksum))
 
 
 def update_timeout_s(spec: RunSpec) -> float:

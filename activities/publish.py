@@ -2,7 +2,7 @@
 
 ::
 
-    heal -> export -> [begin] -> engines -> routing -> [end]
+    heal -> export or offer -> [begin] -> engines -> routing -> [end] -> folder
 
 The steps in brackets are the producer's boundary in a fully async run. Whatever fails between them
 leaves the boundary closed and engines that nobody confirmed paused; the next attempt, or the next
@@ -32,6 +32,7 @@ from models.publication import PublicationReport, PublishRequest, WeightsRef
 from models.routing import EngineState
 
 EXPORT = "export"
+FOLDER = "folder"
 ROUTING = "routing"
 
 _log = structlog.get_logger(__name__)
@@ -77,8 +78,11 @@ async def _make_live(
     run = request.run
     with trace.part(BOUNDARY):
         await restart_engines(site, run, token)
+    direct = spec.publication_transport != "disk"
+    trainer = site.fleet.trainer(run)
     with trace.part(EXPORT):
-        weights = await site.fleet.trainer(run).export_weights(token, request.version)
+        export = trainer.offer_weights if direct else trainer.export_weights
+        weights = await export(token, request.version)
     order = LoadOrder(run, token, weights, update_timeout_s(spec))
     if spec.fully_async:
         updated = await _publish_past_router_loss(site, order, spec, trace)
@@ -86,6 +90,11 @@ async def _make_live(
         updated = await update_fleet(site, order, await site.fleet.engines(run), trace)
         with trace.part(ROUTING):
             await route(site, run, token, updated.engines, weights)
+    if direct and spec.fully_async:
+        # What replaces an engine while the trainer works needs a folder. In other runs nobody
+        # samples then, and whoever heals an engine has the folder written.
+        with trace.part(FOLDER):
+            await trainer.export_weights(token, request.version)
     return _report(weights, updated, spec, trace)
 
 
@@ -163,6 +172,9 @@ def _report(
         engines=updated.confirmations,
         replaced=updated.replaced,
         mode=spec.core.publication_mode,
+        transport="disk" if weights.on_disk else spec.publication_transport,
+        num_buckets=max(1, weights.num_buckets),
+        folder_seconds=seconds[FOLDER],
         boundary_seconds=seconds[BOUNDARY],
         export_seconds=seconds[EXPORT],
         memory_seconds=seconds[Phase.WAKE],
@@ -181,10 +193,10 @@ def _append(store: Store, request: PublishRequest, report: PublicationReport) ->
         "rollout_id": request.update - 1,
         "epoch": request.epoch,
         "time_unix": time.time(),
-        "transport": "disk",
+        "transport": report.transport,
         "tensors": report.num_tensors,
         "bytes": report.num_bytes,
-        "buckets": 0 if report.repeated_version else 1,
+        "buckets": 0 if report.repeated_version else report.num_buckets,
         "pause_connect_seconds": report.boundary_seconds + report.pause_seconds,
         "export_pack_seconds": report.export_seconds,
         "transport_load_seconds": report.load_seconds,

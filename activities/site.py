@@ -1,6 +1,6 @@
 """What activities work with: the fleet, engine clients, a tracker, the run's resolved file."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Protocol
@@ -14,6 +14,7 @@ from configs.run import RunSpec
 from models.errors import DigestMismatch
 from models.ids import FenceToken, RunRef
 from models.ports import FleetPort, Tracker
+from models.publication import ChecksumKind
 from models.routing import RouterState, RoutingTable
 
 
@@ -48,8 +49,20 @@ class EngineControl(Protocol):
         """Load a folder and serve it as ``version``."""
         ...
 
-    async def checksums(self) -> dict[str, str]:
-        """Tensor name -> xxh3_64 hex."""
+    async def update_weights_from_tensor(
+        self,
+        handles: Mapping[str, str],
+        engine_gpus: Sequence[str],
+        version: int | None,
+        timeout_s: float,
+        *,
+        flush_cache: bool = True,
+    ) -> None:
+        """Load what handles of another process's memory hold; serve it as ``version``, if given."""
+        ...
+
+    async def checksums(self, kind: ChecksumKind = "xxh3_64") -> dict[str, str]:
+        """Tensor name -> 16 hex digits of its bytes."""
         ...
 
     async def aclose(self) -> None:

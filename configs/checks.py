@@ -22,6 +22,7 @@ from configs.routing_checks import routing_problems
 from configs.run import RunSpec
 from configs.sglang_arguments import sglang_problems
 from configs.trainer_checks import kernel_problems, process_problems
+from configs.transport_checks import transport_problems
 
 _OWN_TASKS = ("reverse_word",)
 _OWN_FOLDERS = ("prepared", "rollouts", "checkpoints", "wandb")
@@ -50,6 +51,7 @@ def find_problems(spec: RunSpec) -> list[Problem]:
             *_policy_gap(spec),
             *async_problems(spec),
             *placement_problems(spec),
+            *transport_problems(spec),
         ]
     return problems
 

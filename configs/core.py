@@ -19,6 +19,13 @@ class CoreSection(Section):
     publication_mode: Literal["barrier", "refresh", "rolling"] = "barrier"
     """How engines take new weights: live requests are sampled again (barrier), go on under the new
     weights (refresh), or finish first, one engine after the other (rolling)."""
+    publication_transport: Literal["auto", "disk", "ipc", "nccl"] = "auto"
+    """How new weights reach the engines: through a folder in shared memory (disk), as handles of
+    the trainer's own memory, which engines on the same GPUs open (ipc), or by broadcast between
+    GPUs (nccl). auto: ipc for colocated SGLang engines, nccl for disaggregated ones, else disk."""
+    update_weight_buffer_mib: int = Field(default=1024, ge=1)
+    """Size of a bucket of ipc and nccl, in MiB: memory of the trainer's GPU while it publishes, and
+    for nccl of the engines' as well. A larger tensor has its own bucket."""
     pipeline_observation_interval_s: float = Field(default=5.0, ge=0)
     """Seconds between rows of ``pipeline_occupancy.jsonl`` of a fully async run; 0: none."""
     filter_zero_std_groups: bool = True

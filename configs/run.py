@@ -16,6 +16,7 @@ from configs.section import Section
 from configs.topology import Demand
 from configs.trainer import TrainerSection
 from configs.training import OptimizerSection, TrainingSection
+from models.publication import Transport
 
 ASYNC_POLICY_LAG = 6
 """Default of ``core.max_policy_lag`` in a fully async run, in optimizer steps."""
@@ -136,6 +137,17 @@ class RunSpec(Section):
     def colocated(self) -> bool:
         """Whether engines give their memory back while the trainer steps."""
         return self.placement.mode == "colocated"
+
+    @property
+    def publication_transport(self) -> Transport:
+        """``core.publication_transport``, or what ``auto`` means for this run."""
+        given = self.core.publication_transport
+        if given != "auto":
+            return given
+        placed = self.inference.engine == "sglang" and self.placement.mode != "cpu"
+        if not placed or self.core.publication_mode == "rolling":
+            return "disk"
+        return "ipc" if self.colocated else "nccl"
 
     @property
     def gpu_demand(self) -> Demand | None:

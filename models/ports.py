@@ -15,7 +15,7 @@ from models.checkpoint import CheckpointFile
 from models.evaluation import EvaluateRequest, EvaluationReport, ExportReport
 from models.ids import FenceToken, RunRef
 from models.prompt import DataState
-from models.publication import WeightsRef
+from models.publication import WeightBucket, WeightsRef
 from models.rollout import CollectRequest, RolloutCollection
 from models.run import PrepareReport, PrepareRequest
 from models.update import UpdateReport
@@ -71,8 +71,23 @@ class TrainerPort(Protocol):
         """Write the current weights for engines to load. ``version`` must be the current one."""
         ...
 
+    async def offer_weights(self, token: FenceToken, version: int) -> WeightsRef:
+        """Describe the current weights for ``pack_bucket``; nothing is written."""
+        ...
+
+    async def pack_bucket(self, token: FenceToken, version: int, index: int) -> WeightBucket:
+        """Fill one bucket of what was offered; the one before it is given up.
+
+        ``version`` must be the current one.
+        """
+        ...
+
+    async def drop_bucket(self, token: FenceToken) -> None:
+        """Give up the memory of the last bucket."""
+        ...
+
     async def exported(self) -> WeightsRef | None:
-        """The last export, also while an update runs: what a replacement engine must load."""
+        """The last export or offer, also while an update runs: what every engine must serve."""
         ...
 
     async def save(self, token: FenceToken, folder: str) -> tuple[CheckpointFile, ...]:
@@ -145,6 +160,8 @@ class EngineHandle(Frozen):
     name: str
     url: str
     incarnation: int
+    gpus: tuple[str, ...] = ()
+    """Devices that its processes see, as CUDA counts them on its host; none on a CPU."""
 
 
 class RouterHandle(Frozen):

@@ -1,24 +1,67 @@
 """Publication: making a policy version live on every engine, confirmed."""
 
+from typing import Literal, NamedTuple
+
 from pydantic import Field
 
 from models.base import Carried, Frozen
 from models.ids import RunRef
 
+Transport = Literal["disk", "ipc", "nccl"]
+"""How weights travel: through a folder, as handles of memory that both sides see, by broadcast."""
+
+ChecksumKind = Literal["xxh3_64", "fingerprint"]
+"""Hash of one tensor's bytes: xxh3_64 on a CPU, ``workers.fingerprint`` where the tensor lies."""
+
+
+CPU = "cpu"
+"""Where weights lie on a machine without GPUs."""
+
 
 class WeightsRef(Carried):
-    """Exported weights of one policy version on this host's shared memory or disk."""
+    """Weights of one policy version, in a folder of this host or in the trainer's memory."""
 
     version: int
     path: str
-    """A folder that holds ``model.safetensors`` under Hugging Face names."""
+    """A folder that holds ``model.safetensors`` under Hugging Face names; empty: there is none."""
     digest: str
-    """SHA-256 over the sorted lines ``<Hugging Face name> <xxh3_64 hex of its bytes>\\n``.
+    """SHA-256 over the sorted lines ``<Hugging Face name> <16 hex digits of its bytes>\\n``.
 
     The same lines follow from an engine's ``/weights_checker`` checksums of its live tensors."""
+    checksum: ChecksumKind = "xxh3_64"
+    """What the hex digits are."""
+    num_buckets: int = 0
+    """How many buckets the trainer sends them in; 0: engines load the folder."""
     num_tensors: int
     num_bytes: int
     dtype: str
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether an engine can load them without the trainer."""
+        return bool(self.path)
+
+
+class TensorMeta(NamedTuple):
+    """A tensor in a bucket: its Hugging Face name, dtype as torch names it, and shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class WeightBucket(Frozen):
+    """Some tensors of one version, one after the other in one piece of memory."""
+
+    version: int
+    index: int
+    """0-based, below ``WeightsRef.num_buckets``."""
+    tensors: tuple[TensorMeta, ...]
+    num_bytes: int
+    handles: dict[str, str] = Field(default_factory=dict)
+    """GPU as CUDA counts them on the host, or ``CPU`` -> base64 of a handle of the copy there.
+
+    It lives until the next bucket is packed."""
 
 
 class PublishRequest(Frozen):
@@ -59,6 +102,9 @@ class PublicationReport(Frozen):
     engines: tuple[EngineConfirmation, ...]
     replaced: tuple[EngineFailure, ...] = ()
     mode: str = "barrier"
+    transport: Transport = "disk"
+    num_buckets: int = 1
+    """Pieces that the weights travelled in; 1 for a folder."""
     boundary_seconds: float = 0.0
     """Healing and closing the producer's boundary."""
     export_seconds: float
@@ -70,6 +116,8 @@ class PublicationReport(Frozen):
     """Loading and verifying."""
     finalize_seconds: float = 0.0
     """Resuming engines, routing, opening the boundary."""
+    folder_seconds: float = 0.0
+    """Writing what a replaced engine loads, while engines sample again."""
     total_seconds: float
     num_bytes: int
     num_tensors: int

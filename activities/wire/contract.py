@@ -5,9 +5,12 @@ status codes and messages are those of SGLang 0.5.17.
 """
 
 import re
-from typing import Any, Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from models.publication import ChecksumKind
 
 GENERATE = "/generate"
 ABORT_REQUEST = "/abort_request"
@@ -23,6 +26,11 @@ UPDATE_WEIGHT_VERSION = "/update_weight_version"
 RELEASE_MEMORY_OCCUPATION = "/release_memory_occupation"
 RESUME_MEMORY_OCCUPATION = "/resume_memory_occupation"
 WEIGHTS_CHECKER = "/weights_checker"
+CHECKSUM_ACTIONS: Mapping[ChecksumKind, str] = {
+    "xxh3_64": "checksum",
+    "fingerprint": "fingerprint",
+}
+"""Actions of ``WEIGHTS_CHECKER``; SGLang itself knows the first, with hashes of its own."""
 MODEL_INFO = "/model_info"
 SERVER_INFO = "/server_info"
 HEALTH = "/health"
@@ -154,11 +162,3 @@ class InitWeightsUpdateGroup(WireModel):
     world_size: int
     group_name: str
     backend: str = "nccl"
-
-
-class TensorMeta(NamedTuple):
-    """A tensor of a broadcast: its Hugging Face name, dtype as torch names it, and shape."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]

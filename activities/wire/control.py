@@ -4,7 +4,7 @@ What would end the server, or make it serve weights that nobody knows, is refuse
 sent, see ``engine_guard``: one client pauses an engine, updates it and resumes it.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -12,6 +12,7 @@ import httpx
 from activities.wire.connection import EngineConnection
 from activities.wire.contract import (
     ABORT_REQUEST,
+    CHECKSUM_ACTIONS,
     CONTINUE_GENERATION,
     DESTROY_WEIGHTS_UPDATE_GROUP,
     FLUSH_CACHE,
@@ -31,7 +32,6 @@ from activities.wire.contract import (
     InitWeightsUpdateGroup,
     MemoryTag,
     PauseMode,
-    TensorMeta,
     UpdateWeightsFromDisk,
     UpdateWeightsFromDistributed,
     UpdateWeightsFromTensor,
@@ -41,6 +41,7 @@ from activities.wire.engine_guard import BUCKET, EngineGuard
 from activities.wire.memory_marks import MemoryState, memory_state, moving_mark, settled_mark
 from activities.wire.router_contract import ROUTER_RELEASE, ReleaseOrder
 from models.errors import ContractViolation
+from models.publication import ChecksumKind, TensorMeta
 
 CONTROL_TIMEOUT_S = 60.0
 """For calls that an engine answers once its current batch has ended."""
@@ -131,31 +132,26 @@ class EngineControls(EngineConnection):
 
     async def update_weights_from_tensor(
         self,
-        payloads: Sequence[str],
+        handles: Mapping[str, str],
+        engine_gpus: Sequence[str],
         version: int | None,
         timeout_s: float,
         *,
-        tensor_gpus: Collection[str],
-        engine_gpus: Collection[str],
-        load_format: str | None = BUCKET,
         flush_cache: bool = True,
     ) -> None:
-        """Load tensors that another process holds on a GPU of the engine's.
+        """Load a bucket of tensors that another process holds on the engine's own GPUs.
 
         Args:
-            payloads: serialized handles, one a tensor-parallel rank.
+            handles: GPU -> serialized handle of the copy there; see ``WeightBucket.handles``.
+            engine_gpus: GPUs of the engine's processes, in the order of their ranks.
             version: served afterwards.
             timeout_s: seconds for the call.
-            tensor_gpus: UUIDs of the GPUs that hold the tensors; none for tensors on the CPU.
-            engine_gpus: UUIDs of the GPUs that the engine sees.
-            load_format: None, ``flattened_bucket``, or one of the engine's custom loaders.
             flush_cache: drop cached prefixes.
         """
-        info = await self.server_info()
-        self._guard.require_tensors(info, payloads, load_format, tensor_gpus, engine_gpus)
+        self._guard.require_handles(handles, engine_gpus)
         body = UpdateWeightsFromTensor(
-            serialized_named_tensors=list(payloads),
-            load_format=load_format,
+            serialized_named_tensors=[handles[gpu] for gpu in engine_gpus],
+            load_format=BUCKET,
             **_common(version, flush_cache),
         )
         await self._update(UPDATE_WEIGHTS_FROM_TENSOR, body, timeout_s)
@@ -202,9 +198,12 @@ class EngineControls(EngineConnection):
         self._guard.require_memory("update_weight_version", await self._state(), all_of_it=True)
         await self._set_version(str(version), timeout_s)
 
-    async def checksums(self, *, timeout_s: float = 120.0) -> dict[str, str]:
-        """Name -> xxh3_64 hex of every live tensor, all ranks merged."""
-        answer = await self._control("POST", WEIGHTS_CHECKER, timeout_s, {"action": "checksum"})
+    async def checksums(
+        self, kind: ChecksumKind = "xxh3_64", *, timeout_s: float = 120.0
+    ) -> dict[str, str]:
+        """Name -> 16 hex digits of every live tensor's bytes, all ranks merged."""
+        action = {"action": CHECKSUM_ACTIONS[kind]}
+        answer = await self._control("POST", WEIGHTS_CHECKER, timeout_s, action)
         if answer.get("success") is not True or not answer.get("ranks"):
             raise ContractViolation(
                 f"{self.url}: no weight checksums: {answer.get('message', answer)}"
@@ -228,6 +227,7 @@ class EngineControls(EngineConnection):
         released = (await self._known("release_memory_occupation")).released
         wanted = frozenset(tags) - released
         if wanted:
+            await self._settle(timeout_s)
             await self._move(RELEASE_MEMORY_OCCUPATION, wanted, released | wanted, timeout_s)
 
     async def resume_memory(
@@ -273,7 +273,17 @@ class EngineControls(EngineConnection):
         # The version must not hide that memory is still given back.
         names = update.weight_version is not None
         self._guard.require_memory(what, await self._state(), all_of_it=names)
+        if update.flush_cache:
+            await self._settle(timeout_s)
         await self._succeed(path, update.model_dump(exclude_none=True), timeout_s)
+
+    async def _settle(self, timeout_s: float) -> None:
+        """Let the engine come to rest after ``pause("abort")``.
+
+        A request whose client hung up is over for the server's door while its scheduler computes
+        another step of it, and a scheduler that is not idle ends at a flush or without its memory.
+        """
+        await self.flush_cache(timeout_s=min(timeout_s, CONTROL_TIMEOUT_S))
 
     async def _succeed(self, path: str, body: dict[str, Any], timeout_s: float) -> None:
         """A call whose answer must say ``success``."""

@@ -6,12 +6,13 @@ is busy. None of this can be asked of it beforehand, so the client remembers wha
 pause, update and resume an engine with one client.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from activities.wire.contract import PauseMode, TensorMeta
+from activities.wire.contract import PauseMode
 from activities.wire.memory_marks import MemoryState
 from models.errors import ContractViolation
+from models.publication import TensorMeta
 
 BUCKET = "flattened_bucket"
 """The load format of tensors that travel as one."""
@@ -112,36 +113,22 @@ class EngineGuard:
                 "it was started without --enable-memory-saver (placement.mode colocated sets it)",
             )
 
-    def require_tensors(
-        self,
-        info: Mapping[str, Any],
-        payloads: Collection[str],
-        load_format: str | None,
-        tensor_gpus: Collection[str],
-        engine_gpus: Collection[str],
-    ) -> None:
-        """Refuse tensors that the engine described by ``info`` (``/server_info``) cannot take.
+    def require_handles(self, handles: Mapping[str, str], engine_gpus: Sequence[str]) -> None:
+        """Refuse memory that a process of the engine could not open.
 
         Raises:
-            ContractViolation: not one payload a rank, a load format that the server was not
-                started with, or a GPU that the engine does not see.
+            ContractViolation: a GPU of the engine's has no handle, or it has none itself.
         """
-        what = "update_weights_from_tensor"
-        ranks = info.get("tp_size", 1)
-        if len(payloads) != ranks:
-            raise self._refusal(what, f"{len(payloads)} payloads for {ranks} ranks")
-        loaders = info.get("custom_weight_loader") or ()
-        if load_format not in (None, BUCKET, *loaders):
+        missing = [gpu for gpu in engine_gpus if gpu not in handles]
+        if missing or not engine_gpus:
             raise self._refusal(
-                what,
-                f"load format {load_format!r} is none of: none, {BUCKET}"
-                f"{''.join(f', {each}' for each in loaders)}",
-            )
-        unseen = set(tensor_gpus) - set(engine_gpus)
-        if unseen:
-            raise self._refusal(
-                what, f"tensors lie on GPUs that it does not see: {', '.join(sorted(unseen))}"
+                "update_weights_from_tensor",
+                f"it computes on {_listed(engine_gpus)}, the weights lie on {_listed(handles)}",
             )
 
     def _refusal(self, what: str, why: str) -> ContractViolation:
         return ContractViolation(f"{self._url}: {what} is not sent: {why}")
+
+
+def _listed(gpus: Collection[str]) -> str:
+    return ", ".join(gpus) or "nothing that is known"

@@ -20,7 +20,6 @@ from activities.wire.contract import (
     GenerateRequest,
     InitWeightsUpdateGroup,
     SamplingParams,
-    TensorMeta,
 )
 from configs.run import RunSpec
 from models.errors import (
@@ -30,6 +29,7 @@ from models.errors import (
     ServiceUnreachable,
 )
 from models.ids import FenceToken
+from models.publication import TensorMeta
 from models.rollout import CollectRequest
 from tests.support.brittle_engine import ALL_MEMORY, BrittleEngine
 from tests.support.rollout_rig import RolloutRig
@@ -37,6 +37,7 @@ from tests.support.rollout_rig import RolloutRig
 LIMIT_S = 20.0
 TAGS = st.sets(st.sampled_from(sorted(ALL_MEMORY)), min_size=1)
 VERSIONS = st.none() | st.integers(0, 3)
+ENGINE_GPUS = ["GPU-0"]
 NAMES = st.sampled_from(["", "a", "b"])
 
 
@@ -46,6 +47,7 @@ def step(call, /, **arguments):
 
 STEPS = st.one_of(
     step("requests arrive"),
+    step("clients hang up"),
     step("the caller dies"),
     step("a call is cut off", after=st.integers(0, 3), done=st.booleans()),
     step("pause", mode=st.sampled_from(["abort", "retract", "in_place"])),
@@ -56,8 +58,7 @@ STEPS = st.one_of(
         "tensor",
         version=VERSIONS,
         flush_cache=st.booleans(),
-        payloads=st.lists(st.sampled_from(["GPU-0", "GPU-7"]), max_size=2),
-        load_format=st.sampled_from([None, "flattened_bucket", "direct", "loader.of.ours", "x"]),
+        gpus=st.sets(st.sampled_from(["GPU-0", "GPU-1", "GPU-7"])),
     ),
     step("init", name=NAMES),
     step("destroy", name=NAMES),
@@ -69,15 +70,10 @@ STEPS = st.one_of(
 )
 
 
-async def from_tensor(client, payloads, version, **options):
-    await client.update_weights_from_tensor(
-        payloads,
-        version,
-        5.0,
-        tensor_gpus=frozenset(payloads),
-        engine_gpus={"GPU-0"},
-        **options,
-    )
+async def from_tensor(client, gpus, version, **options):
+    """The trainer holds copies on ``gpus``; a handle of the brittle engine's is the GPU's name."""
+    handles = {gpu: gpu for gpu in gpus}
+    await client.update_weights_from_tensor(handles, ENGINE_GPUS, version, 5.0, **options)
 
 
 async def init_group(client, name):
@@ -129,6 +125,9 @@ def test_no_sequence_of_control_calls_ends_the_engine(steps):
         for number, each in enumerate(steps):
             if each["call"] == "requests arrive":
                 engine.arrive(1)
+                continue
+            if each["call"] == "clients hang up":
+                engine.hang_up()
                 continue
             if each["call"] == "the caller dies":
                 await client.aclose()

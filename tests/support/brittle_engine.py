@@ -34,8 +34,7 @@ class BrittleEngine:
 
     def __init__(self, vocab_size: int = 64, context_length: int = 48, ranks: int = 1) -> None:
         self.vocab_size, self.context_length, self.ranks = vocab_size, context_length, ranks
-        self.gpus = frozenset({"GPU-0"})
-        self.loaders = ["loader.of.ours"]
+        self.gpus = frozenset(f"GPU-{rank}" for rank in range(ranks))
         self.died: str | None = None
         self.refused: list[str] = []
         """Requests that it answered with an error."""
@@ -46,12 +45,15 @@ class BrittleEngine:
         self.does_what_is_cut = True
         self.gate_closed = False
         self.in_scheduler = 0
+        self.abandoned = 0
+        """Requests in the scheduler whose clients are gone: a pause does not wait for them."""
         self.groups: set[str] = set()
         self.released: set[str] = set()
         self._routes: dict[str, Callable[[Body], Any]] = {
             "/generate": self._generate,
             "/pause_generation": self._pause,
             "/continue_generation": self._continue,
+            "/flush_cache": self._flush,
             "/update_weights_from_disk": self._update,
             "/update_weights_from_tensor": self._from_tensor,
             "/update_weights_from_distributed": self._from_distributed,
@@ -68,6 +70,11 @@ class BrittleEngine:
         """Requests of other senders."""
         if not self.gate_closed:
             self.in_scheduler += count
+
+    def hang_up(self) -> None:
+        """The clients of all requests are gone."""
+        self.abandoned += self.in_scheduler
+        self.in_scheduler = 0
 
     async def handle(self, request: httpx.Request) -> httpx.Response:
         """For ``httpx.MockTransport``."""
@@ -134,17 +141,23 @@ class BrittleEngine:
         return {"status": "ok"}
 
     def _continue(self, _: Body) -> Any:
-        if self.released and self.in_scheduler:
+        if self.released and (self.in_scheduler or self.abandoned):
             raise Killed("no memory")
         self.gate_closed = False
         return {"status": "ok"}
+
+    def _flush(self, _: Body) -> Any:
+        """As with a time-out: it waits for requests that end, not for those that are paused."""
+        self.abandoned = 0
+        if self.in_scheduler:
+            raise ValueError("Timed out waiting for idle state.")
 
     def _update(self, body: Body) -> Any:
         if "weights" in self.released:
             raise Killed("the weights' memory is given back")
         if not self.gate_closed:
             self.in_scheduler = 0  # it waits for them
-        if body.get("flush_cache", True) and self.in_scheduler:
+        if body.get("flush_cache", True) and (self.in_scheduler or self.abandoned):
             raise Killed("Cache flush failed after updating weights")
         self.version = body.get("weight_version") or self.version
         return {"success": True, "message": "ok"}
@@ -155,7 +168,7 @@ class BrittleEngine:
             raise Killed("list index out of range")
         if any(each not in self.gpus for each in payloads):
             raise Killed("Invalid device_uuid")
-        if body.get("load_format") not in (None, "flattened_bucket", *self.loaders):
+        if body.get("load_format") not in (None, "flattened_bucket"):
             raise Killed("load_format")
         return self._update(body)
 
@@ -185,7 +198,7 @@ class BrittleEngine:
 
     def _release(self, body: Body) -> Any:
         tags = set(body.get("tags") or ALL_MEMORY)
-        if self.in_scheduler:
+        if self.in_scheduler or self.abandoned:
             raise Killed("release_memory_occupation should be called only when server is idle.")
         if tags & self.released:
             raise Killed("cannot pause an allocation that is not active")
@@ -203,5 +216,4 @@ class BrittleEngine:
         return {
             "tp_size": self.ranks,
             "enable_memory_saver": True,
-            "custom_weight_loader": self.loaders,
         }

@@ -8,9 +8,10 @@ import pytest
 
 from activities.wire import health
 from activities.wire.client import EngineClient
-from activities.wire.contract import GenerateRequest, InitWeightsUpdateGroup, TensorMeta
+from activities.wire.contract import GenerateRequest, InitWeightsUpdateGroup
 from activities.wire.memory_marks import memory_state, moving_mark, settled_mark
 from models.errors import ContractViolation, ServiceUnreachable
+from models.publication import TensorMeta
 from tests.support.brittle_engine import ALL_MEMORY, BrittleEngine
 
 TENSORS = [TensorMeta("a.weight", "bfloat16", (2, 3)), TensorMeta("b.weight", "float32", (4,))]
@@ -87,17 +88,12 @@ async def test_an_update_by_broadcast(wire):
 async def test_an_update_by_tensor(wire):
     await wire.client.pause("abort")
     await wire.client.update_weights_from_tensor(
-        ["GPU-0", "GPU-0"],
-        7,
-        5.0,
-        tensor_gpus={"GPU-0"},
-        engine_gpus={"GPU-0", "GPU-1"},
-        load_format="loader.of.ours",
+        {"GPU-2": "two", "GPU-1": "GPU-1", "GPU-0": "GPU-0"}, ["GPU-0", "GPU-1"], 7, 5.0
     )
     assert wire.bodies("/update_weights_from_tensor") == [
         {
-            "serialized_named_tensors": ["GPU-0", "GPU-0"],
-            "load_format": "loader.of.ours",
+            "serialized_named_tensors": ["GPU-0", "GPU-1"],
+            "load_format": "flattened_bucket",
             "weight_version": "7",
             "flush_cache": True,
             "abort_all_requests": False,
@@ -105,10 +101,8 @@ async def test_an_update_by_tensor(wire):
     ]
 
 
-def tensors(payloads=("x", "x"), load_format=None, gpus=()):
-    return lambda client: client.update_weights_from_tensor(
-        payloads, 1, 5.0, tensor_gpus=gpus, engine_gpus={"GPU-0"}, load_format=load_format
-    )
+def tensors(handles, gpus):
+    return lambda client: client.update_weights_from_tensor(handles, gpus, 1, 5.0)
 
 
 def broadcast(group="g-1", sent=TENSORS):
@@ -126,10 +120,9 @@ REFUSED = [
     ("in_place", disk(), "paused with 'in_place' and may hold requests"),
     ("in_place", lambda client: client.release_memory(["weights"]), "may hold requests"),
     (None, lambda client: client.release_memory(["weights"]), "it was not paused"),
-    ("abort", tensors(["x"]), "1 payloads for 2 ranks"),
-    ("abort", tensors(load_format="direct"), "'direct' is none of: none, flattened_bucket, loader"),
-    ("abort", tensors(load_format="auto"), "load format 'auto' is none of"),
-    ("abort", tensors(gpus={"GPU-0", "GPU-9"}), "GPUs that it does not see: GPU-9"),
+    ("abort", tensors({"0": "x"}, ["0", "1"]), "it computes on 0, 1, the weights lie on 0"),
+    ("abort", tensors({"0": "x"}, []), "it computes on nothing that is known"),
+    ("abort", tensors({}, ["0"]), "the weights lie on nothing that is known"),
     ("abort", broadcast(), "this client initialized no group 'g-1'"),
     (None, lambda client: client.abort(""), "abort of '' is not sent"),
     (None, lambda client: client.abort("ab"), "may begin other ids"),
@@ -141,6 +134,20 @@ REFUSED = [
         "told no vocabulary size or context length",
     ),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "call", [disk(), lambda client: client.release_memory(["weights"])], ids=["update", "release"]
+)
+async def test_an_engine_comes_to_rest_before_what_needs_it_idle(wire, call):
+    """Its scheduler may still compute for clients that hung up when a pause is answered."""
+    wire.engine.arrive(2)
+    wire.engine.hang_up()
+    await wire.client.pause("abort")
+    await call(wire.client)
+    assert wire.engine.died is None
+    paths = [path for path, _ in wire.sent]
+    assert paths.index("/flush_cache") == paths.index("/pause_generation") + 2
 
 
 @pytest.mark.parametrize(("mode", "call", "message"), REFUSED)
@@ -213,7 +220,7 @@ async def test_memory_is_given_back_and_taken_back_whoever_asks(wire):
 @pytest.mark.parametrize("done", [True, False])
 async def test_nobody_guesses_what_a_call_that_was_cut_off_has_moved(wire, done):
     await wire.client.pause("abort")
-    wire.engine.cut_in, wire.engine.does_what_is_cut = 3, done
+    wire.engine.cut_in, wire.engine.does_what_is_cut = 4, done
     with pytest.raises(ServiceUnreachable, match="release_memory_occupation"):
         await wire.client.release_memory(["weights"])
     for client in (wire.client, wire.another()):

@@ -23,7 +23,7 @@ from models.errors import ContractViolation, StaleFence, TrainerLost
 from models.evaluation import ExportReport
 from models.ids import FenceToken
 from models.ports import StageProgress
-from models.publication import WeightsRef
+from models.publication import WeightBucket, WeightsRef
 from models.rollout import RolloutCollection
 from models.update import UpdateReport
 from workers.actors.order import (
@@ -103,6 +103,21 @@ class TrainerActor:
     def export_weights(self, token: FenceToken, version: int) -> WeightsRef:
         """See ``TrainerPort.export_weights``."""
         return self._ready().export_weights(token, version)
+
+    @ray.method(concurrency_group="work")
+    def offer_weights(self, token: FenceToken, version: int) -> WeightsRef:
+        """See ``TrainerPort.offer_weights``."""
+        return self._ready().offer_weights(token, version)
+
+    @ray.method(concurrency_group="work")
+    def pack_bucket(self, token: FenceToken, version: int, index: int) -> WeightBucket:
+        """See ``TrainerPort.pack_bucket``."""
+        return self._ready().pack_bucket(token, version, index)
+
+    @ray.method(concurrency_group="work")
+    def drop_bucket(self, token: FenceToken) -> None:
+        """See ``TrainerPort.drop_bucket``."""
+        self._ready().drop_bucket(token)
 
     @ray.method(concurrency_group="work")
     def save(self, token: FenceToken, folder: str) -> tuple[CheckpointFile, ...]:

@@ -186,4 +186,9 @@ def _handle(facts: ActorFacts) -> EngineHandle:
     status = facts.status
     if status.url is None:
         raise EngineLost(f"{facts.order.name} of {facts.order.run.run_id} has no address")
-    return EngineHandle(name=facts.order.name, url=status.url, incarnation=facts.order.incarnation)
+    return EngineHandle(
+        name=facts.order.name,
+        url=status.url,
+        incarnation=facts.order.incarnation,
+        gpus=status.gpus,
+    )

@@ -6,7 +6,7 @@ from models.evaluation import EvaluateRequest, EvaluationReport, ExportReport
 from models.ids import FenceToken
 from models.ports import ServingReport, StageProgress
 from models.prompt import DataState
-from models.publication import WeightsRef
+from models.publication import WeightBucket, WeightsRef
 from models.rollout import CollectRequest, RolloutCollection
 from models.update import UpdateReport
 from workers.fleet.calls import QUICK_TIMEOUT_S, RemoteActor
@@ -37,6 +37,22 @@ class RemoteTrainer:
         """See ``TrainerPort``."""
         ref: WeightsRef = await self._actor.call("export_weights", token, version, timeout_s=None)
         return ref
+
+    async def offer_weights(self, token: FenceToken, version: int) -> WeightsRef:
+        """See ``TrainerPort``."""
+        ref: WeightsRef = await self._actor.call("offer_weights", token, version, timeout_s=None)
+        return ref
+
+    async def pack_bucket(self, token: FenceToken, version: int, index: int) -> WeightBucket:
+        """See ``TrainerPort``."""
+        bucket: WeightBucket = await self._actor.call(
+            "pack_bucket", token, version, index, timeout_s=None
+        )
+        return bucket
+
+    async def drop_bucket(self, token: FenceToken) -> None:
+        """See ``TrainerPort``."""
+        await self._actor.call("drop_bucket", token, timeout_s=None)
 
     async def exported(self) -> WeightsRef | None:
         """See ``TrainerPort``."""

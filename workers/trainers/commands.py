@@ -13,7 +13,7 @@ from activities.storage.store import Store
 from models.base import Frozen
 from models.checkpoint import CheckpointFile, PolicyClock
 from models.evaluation import ExportReport
-from models.publication import WeightsRef
+from models.publication import WeightBucket, WeightsRef
 from models.rollout import RolloutCollection
 from models.update import UpdateReport
 from workers.trainers.export import ExportProbe
@@ -61,6 +61,42 @@ class ExportWeights(Frozen):
             return trainer.export_weights(self.version, Path(self.folder))
 
 
+class OfferWeights(Frozen):
+    """Describe the weights for engines that take them in buckets."""
+
+    name: Literal["offer_weights"] = "offer_weights"
+    version: int
+
+    def run(self, trainer: LocalTrainer, store: Store) -> WeightsRef:
+        """See ``LocalTrainer.offer_weights``."""
+        with concluded(trainer.ranks):
+            return trainer.offer_weights(self.version)
+
+
+class PackBucket(Frozen):
+    """Fill one bucket on every rank."""
+
+    name: Literal["pack_bucket"] = "pack_bucket"
+    version: int
+    index: int
+
+    def run(self, trainer: LocalTrainer, store: Store) -> WeightBucket:
+        """See ``LocalTrainer.pack_bucket``."""
+        with concluded(trainer.ranks):
+            return trainer.pack_bucket(self.version, self.index)
+
+
+class DropBucket(Frozen):
+    """Give up the bucket on every rank."""
+
+    name: Literal["drop_bucket"] = "drop_bucket"
+
+    def run(self, trainer: LocalTrainer, store: Store) -> None:
+        """See ``LocalTrainer.drop_bucket``."""
+        with concluded(trainer.ranks):
+            trainer.drop_bucket()
+
+
 class Save(Frozen):
     """Write a checkpoint into a folder of this host."""
 
@@ -100,10 +136,11 @@ class ExportModel(Frozen):
             return trainer.export_hf(Path(self.folder), self.probe, self.uri)
 
 
-COMMANDS: TypeAdapter[Optimize | ExportWeights | Save | Load | ExportModel] = TypeAdapter(
-    Annotated[
-        Optimize | ExportWeights | Save | Load | ExportModel,
-        Field(discriminator="name"),
-    ]
+AnyCommand = (
+    Optimize | ExportWeights | OfferWeights | PackBucket | DropBucket | Save | Load | ExportModel
+)
+
+COMMANDS: TypeAdapter[AnyCommand] = TypeAdapter(
+    Annotated[AnyCommand, Field(discriminator="name")],
 )
 """Reads any command from JSON."""

@@ -8,6 +8,7 @@ repeated call waits for the running one and is answered from its record; ``expor
 import shutil
 import tempfile
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,11 +20,21 @@ from models.errors import ContractViolation
 from models.evaluation import ExportReport
 from models.ids import FenceToken
 from models.ports import StageProgress
-from models.publication import WeightsRef
+from models.publication import WeightBucket, WeightsRef
 from models.rollout import RolloutCollection
 from models.update import UpdateReport
 from workers.sources.prompts import load_prompts
-from workers.trainers.commands import Command, ExportModel, ExportWeights, Load, Optimize, Save
+from workers.trainers.commands import (
+    Command,
+    DropBucket,
+    ExportModel,
+    ExportWeights,
+    Load,
+    OfferWeights,
+    Optimize,
+    PackBucket,
+    Save,
+)
 from workers.trainers.export import ExportProbe
 from workers.trainers.gang import Gang
 from workers.trainers.local import LocalTrainer
@@ -102,16 +113,36 @@ class GuardedTrainer:
         with self._lock:
             self._fence.admit(token)
             newest = self.exported()
-            if newest is not None and newest.version == version:
+            if newest is not None and newest.version == version and newest.on_disk:
                 return newest
             folder = self._export_folder() / f"v{version:07d}"
             with storage_errors(str(folder)):
                 ref = self._lead(ExportWeights(version=version, folder=str(folder)))
-            kept = [*self._exports, ref]
-            self._exports = kept[-_KEPT_EXPORTS:]
-            for old in kept[:-_KEPT_EXPORTS]:
-                shutil.rmtree(old.path, ignore_errors=True)
+            self._keep(ref)
             return ref
+
+    def offer_weights(self, token: FenceToken, version: int) -> WeightsRef:
+        """Describe the weights of ``version`` for engines that take them in buckets."""
+        with self._lock:
+            self._fence.admit(token)
+            newest = self.exported()
+            if newest is not None and newest.version == version:
+                return newest
+            ref = self._lead(OfferWeights(version=version))
+            self._keep(ref)
+            return ref
+
+    def pack_bucket(self, token: FenceToken, version: int, index: int) -> WeightBucket:
+        """Fill one bucket; its memory is kept until the next one, or ``drop_bucket``."""
+        with self._lock:
+            self._fence.admit(token)
+            return self._lead(PackBucket(version=version, index=index))
+
+    def drop_bucket(self, token: FenceToken) -> None:
+        """Give up the bucket that is packed, if there is one."""
+        with self._lock:
+            self._fence.admit(token)
+            self._lead(DropBucket())
 
     def save(self, token: FenceToken, folder: str) -> tuple[CheckpointFile, ...]:
         """Write the trainer's state into ``folder`` (relative to the root)."""
@@ -196,7 +227,19 @@ class GuardedTrainer:
             max_new_tokens=self._trainer.spec.inference.max_response_length,
         )
 
+    def _keep(self, ref: WeightsRef) -> None:
+        """Remember the newest export; folders but the two newest are removed."""
+        kept = [each for each in self._exports if each.version != ref.version] + [ref]
+        self._exports = kept[-_KEPT_EXPORTS:]
+        _remove(kept[:-_KEPT_EXPORTS])
+
     def _drop_exports(self) -> None:
         exports, self._exports = self._exports, []
-        for ref in exports:
+        _remove(exports)
+
+
+def _remove(exports: Sequence[WeightsRef]) -> None:
+    """Remove the folders of those that have one."""
+    for ref in exports:
+        if ref.on_disk:
             shutil.rmtree(ref.path, ignore_errors=True)

@@ -21,7 +21,7 @@ from models.errors import ContractViolation, NonFiniteLoss, TrainerLost
 from models.evaluation import ExportReport
 from models.metrics import refuse_undeclared
 from models.ports import StageProgress
-from models.publication import WeightsRef
+from models.publication import WeightBucket, WeightsRef
 from models.sample import SampleGroup
 from models.update import UpdateReport
 from workers.trainers.batch import StepPlan, TrainingBatch, plan_steps, update_seed
@@ -40,13 +40,14 @@ from workers.trainers.routing import Routing
 from workers.trainers.routing_events import record_load, record_replay
 from workers.trainers.row_layout import RowLayout
 from workers.trainers.schedule import LearningRate
+from workers.trainers.sending import WeightSender
 from workers.trainers.sharded import shard
 from workers.trainers.state import TrainerState, read_state, write_state
 from workers.trainers.step_event import OPTIMIZER, PACKING, optimizer_event, packing_event
 from workers.trainers.step_loss import StepLoss, UpdateTokens
 from workers.trainers.tally import UpdateTally, advantage_metrics, rate_metrics
 from workers.trainers.update_scores import Judge, StepWork, UpdateScores, record_refresh
-from workers.trainers.weights import export_weights, num_weight_bytes
+from workers.trainers.weights import export_weights, num_weight_bytes, own_exports
 
 _log = structlog.get_logger(__name__)
 
@@ -103,6 +104,7 @@ class LocalTrainer:
             self.model, spec.optimizer, self._schedule, self._judge
         )
         self._optimizer = self._optimizer_step.optimizer
+        self._sender = self._weight_sender()
         _log.info("trainer loaded", **self.describe())
 
     def progress(self) -> StageProgress:
@@ -167,17 +169,33 @@ class LocalTrainer:
 
     def export_weights(self, version: int, folder: Path) -> WeightsRef:
         """Write the current weights in the engines' dtype into the new folder ``folder``."""
-        self._refuse_torn_state()
-        if version != self.policy_version:
-            raise ContractViolation(
-                f"weights of version {version} asked for, the trainer holds {self.policy_version}"
-            )
+        self._require_version(version)
         self._progress = StageProgress(stage="export weights", detail=f"version {version}")
         dtype = getattr(torch, self.spec.inference.dtype)
         ref = export_weights(self.model, self.model_dir, version, folder, dtype, self.ranks)
+        if self._sender is not None:
+            ref = self._sender.describe(version, folder)
         self._published_step = version
         self._progress = StageProgress(stage="idle", detail=f"exported version {version}")
         return ref
+
+    def offer_weights(self, version: int) -> WeightsRef:
+        """Describe the current weights for engines that take them in buckets."""
+        self._require_version(version)
+        ref = self._require_sender().offer(version)
+        self._published_step = version
+        return ref
+
+    def pack_bucket(self, version: int, index: int) -> WeightBucket:
+        """Fill a bucket with its tensors; see ``WeightSender.pack``."""
+        self._require_version(version)
+        self._progress = StageProgress(stage="send weights", done=index, detail=f"v{version}")
+        return self._require_sender().pack(version, index)
+
+    def drop_bucket(self) -> None:
+        """Give up what the last bucket holds."""
+        self._require_sender().drop()
+        self._progress = StageProgress(stage="idle", detail="sent weights")
 
     def save(self, folder: Path) -> tuple[CheckpointFile, ...]:
         """Write everything that a resumed trainer needs into ``folder``; no pickle."""
@@ -227,6 +245,33 @@ class LocalTrainer:
         )
         self._progress = StageProgress(stage="idle", detail=f"exported {uri}")
         return report
+
+    def _weight_sender(self) -> WeightSender | None:
+        """None where engines load files."""
+        transport = self.spec.publication_transport
+        if transport == "disk":
+            return None
+        dtype = getattr(torch, self.spec.inference.dtype)
+        limit = self.spec.core.update_weight_buffer_mib << 20
+
+        def file(size: int) -> Path:
+            return own_exports(self.spec.output.root, size) / f"bucket-{self.ranks.rank}"
+
+        return WeightSender(self.model, self.ranks, dtype, limit, transport, file)
+
+    def _require_sender(self) -> WeightSender:
+        if self._sender is None:
+            raise ContractViolation(
+                "buckets of weights asked for in a run whose publication_transport is disk"
+            )
+        return self._sender
+
+    def _require_version(self, version: int) -> None:
+        self._refuse_torn_state()
+        if version != self.policy_version:
+            raise ContractViolation(
+                f"weights of version {version} asked for, the trainer holds {self.policy_version}"
+            )
 
     def _scorer_of(self, model: Any, routing: Routing | None = None) -> Scorer:
         body = shard(model, self._dtype) if self.ranks.world > 1 else None
@@ -280,6 +325,7 @@ class LocalTrainer:
                 reduction=self.spec.training.loss_aggregation,
                 scoring_pass=self._judge.decision.pass_of(index, checked=scores.checks),
                 policy_objective=policy,
+                routers=self._routing.losses,
                 probe=probe,
                 metrics=metrics,
                 lr_next=self._schedule.at(self.policy_version),
@@ -290,9 +336,8 @@ class LocalTrainer:
             )
             self._judge.append(OPTIMIZER, event)
             self._judge.append(PACKING, self._packing(work))
-            metrics |= record_load(
-                self._judge, step=self.policy_version, rollout_id=self.next_update
-            )
+            where = {"step": self.policy_version, "rollout_id": self.next_update}
+            metrics |= record_load(self._judge, len(work.micros), **where)
             tally.add_packs(work.num_packs, len(work.scored))
         return metrics
 
@@ -320,18 +365,19 @@ class LocalTrainer:
         """Accumulate one step's gradient; fills ``tokens.old`` where it is still NaN.
 
         Returns:
-            This rank's part of the loss.
+            This rank's part of the loss, without that of routers.
         """
         weights = counts.weights(tokens.batch, self.spec.training)
         loss = StepLoss(tokens, weights, self._judge.settings, tally)
         self._optimizer_step.clear()
-        self._routing.reset()
+        self._routing.begin_step(counts.model_tokens, counts.documents)
         for micro in work.micros:
             self._scorer.backward(micro, loss, loss.look if loss.needs_look else None)
         tally.model_tokens += work.model_tokens
         error: NonFiniteLoss | None = None
         try:
             tally.step_losses.append(loss.finish())
+            tally.router_losses.append(self._routing.losses.finish())
         except NonFiniteLoss as raised:
             error = raised
         self._optimizer_step.refuse_rejected(error, self.policy_version, self.next_update)
@@ -356,7 +402,11 @@ class LocalTrainer:
         """What the loss saw, over all ranks."""
         tally.reduce(self.ranks)
         settings = self._judge.settings
-        rows = tally.metrics(uses_tis=settings.use_tis, uses_kl=settings.kl_coef != 0)
+        rows = tally.metrics(
+            uses_tis=settings.use_tis,
+            uses_kl=settings.kl_coef != 0,
+            has_routers=bool(self._routing.names),
+        )
         active = rows["train/active_response_tokens"]
         return rows | rate_metrics(tally.model_tokens, active, seconds, self.ranks.world)
 

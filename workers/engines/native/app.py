@@ -38,6 +38,7 @@ def build_app(generation: Generation, control: Control, model: ModelThread) -> S
         contract.PAUSE_GENERATION: control.pause,
         contract.CONTINUE_GENERATION: control.resume,
         contract.UPDATE_WEIGHTS_FROM_DISK: control.update_weights_from_disk,
+        contract.UPDATE_WEIGHTS_FROM_TENSOR: control.update_weights_from_tensor,
         contract.RELEASE_MEMORY_OCCUPATION: control.release_memory_occupation,
         contract.RESUME_MEMORY_OCCUPATION: control.resume_memory_occupation,
         contract.WEIGHTS_CHECKER: control.weights_checker,

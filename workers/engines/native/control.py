@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib.metadata import version as distribution_version
 from pathlib import Path
@@ -10,7 +11,9 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import PlainTextResponse, Response
 
+from activities.wire.contract import CHECKSUM_ACTIONS
 from workers.engines.native.answers import ServerError, json_response
+from workers.engines.native.core import Core, UpdateResult
 from workers.engines.native.gate import Gate
 from workers.engines.native.gauges import CONTENT_TYPE, metrics_text
 from workers.engines.native.generation import Generation
@@ -19,6 +22,7 @@ from workers.engines.native.model_thread import ModelThread
 from workers.engines.native.occupation import TAGS
 from workers.engines.native.options import EngineOptions
 from workers.engines.native.payload import parse_body
+from workers.engines.native.tensor_handles import LOAD_FORMAT, opened
 
 PAUSE_MODES = ("abort", "retract", "in_place")
 FLUSHED = (
@@ -183,19 +187,36 @@ class Control:
     async def update_weights_from_disk(self, http: HttpRequest) -> Response:
         """Load a folder in place; unpaused, it first waits for all running requests."""
         body = parse_body(await http.body())
-        folder, version = body.get("model_path"), body.get("weight_version")
+        folder = body.get("model_path")
         if not isinstance(folder, str) or not folder:
             raise ServerError("1 validation error: model_path: Input should be a valid string")
-        if version is not None and not isinstance(version, str):
-            raise ServerError("1 validation error: weight_version: Input should be a valid string")
         flush = body.get("flush_cache", True) is not False
+        named = _weight_version(body)
+        return await self._update(body, lambda core: core.update(Path(folder), named, flush))
+
+    async def update_weights_from_tensor(self, http: HttpRequest) -> Response:
+        """Overwrite the parameters in a bucket of shared memory; without a version, more follow."""
+        body = parse_body(await http.body())
+        payloads, version = body.get("serialized_named_tensors"), _weight_version(body)
+        if not isinstance(payloads, list) or len(payloads) != 1:
+            raise ServerError(
+                "1 validation error: serialized_named_tensors: Input should be a list of one"
+            )
+        if body.get("load_format") != LOAD_FORMAT:
+            raise ServerError(f"load_format must be {LOAD_FORMAT!r} at the native engine")
+        tensors = opened(str(payloads[0]))
+        flush = body.get("flush_cache", True) is not False
+        return await self._update(body, lambda core: core.update_tensors(tensors, version, flush))
+
+    async def _update(
+        self, body: dict[str, Any], update: Callable[[Core], UpdateResult]
+    ) -> Response:
+        """Do ``update`` between two steps of the model, after those before it."""
         async with self._update_lock:
             if body.get("abort_all_requests"):
                 await self._model.call(lambda core: core.abort(None))
             async with self._gate.update():
-                result = await self._model.call(
-                    lambda core: core.update(Path(folder), version, flush)
-                )
+                result = await self._model.call(update)
         answer = {
             "success": result.success,
             "message": result.message,
@@ -230,12 +251,23 @@ class Control:
     async def weights_checker(self, http: HttpRequest) -> Response:
         """Checksums of the live weights by HF name."""
         action = parse_body(await http.body()).get("action")
-        if action != "checksum":
-            message = f"Unknown action {action!r}: the native engine knows 'checksum'."
+        if action == CHECKSUM_ACTIONS["xxh3_64"]:
+            checksums = await self._model.call(lambda core: core.checksums())
+        elif action == CHECKSUM_ACTIONS["fingerprint"]:
+            checksums = await self._model.call(lambda core: core.fingerprints())
+        else:
+            known = ", ".join(CHECKSUM_ACTIONS.values())
+            message = f"Unknown action {action!r}: the native engine knows {known}."
             return json_response({"success": False, "message": message, "ranks": []}, 400)
-        checksums = await self._model.call(lambda core: core.checksums())
         ranks = [{"checksums": checksums}]
         return json_response({"success": True, "message": "Success.", "ranks": ranks})
+
+
+def _weight_version(body: dict[str, Any]) -> str | None:
+    version = body.get("weight_version")
+    if version is not None and not isinstance(version, str):
+        raise ServerError("1 validation error: weight_version: Input should be a valid string")
+    return version
 
 
 def _tags(body: dict[str, Any]) -> frozenset[str]:

@@ -2,12 +2,14 @@
 
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 
 from models.errors import ConfigurationError
 from workers.engines.native.decoder import Decoder
@@ -107,11 +109,7 @@ class Core:
         self.occupation.require(WEIGHTS)
         held = self.scheduler.num_requests()
         if flush_cache and held:
-            message = (
-                f"Cache flush failed: {held} requests hold KV. Abort them first or send"
-                " flush_cache=false."
-            )
-            return UpdateResult(False, message, held)
+            return UpdateResult(False, _flush_failed(held), held)
         try:
             if (folder / "config.json").is_file():
                 found = read_model_shape(folder)
@@ -135,6 +133,24 @@ class Core:
             message += f" Weight version updated to {version}."
         return UpdateResult(True, message, held)
 
+    def update_tensors(
+        self, tensors: Mapping[str, Tensor], version: str | None, flush_cache: bool
+    ) -> UpdateResult:
+        """Overwrite some parameters in place. Refused, with the old weights kept, unless they fit.
+
+        Raises ServerError while weights are released.
+        """
+        self.occupation.require(WEIGHTS)
+        held = self.scheduler.num_requests()
+        if flush_cache and held:
+            return UpdateResult(False, _flush_failed(held), held)
+        try:
+            self.weights.load_tensors(tensors)
+        except ConfigurationError as error:
+            return UpdateResult(False, error.message, held)
+        self.scheduler.weights_changed(version)
+        return UpdateResult(True, "Success", held)
+
     def set_version(self, version: str) -> None:
         """Rename the weights without moving any."""
         self.scheduler.weight_version = version
@@ -143,6 +159,11 @@ class Core:
         """HF name -> xxh3_64 of the live bytes. Raises ServerError while weights are released."""
         self.occupation.require(WEIGHTS)
         return self.weights.checksums()
+
+    def fingerprints(self) -> dict[str, str]:
+        """HF name -> fingerprint of the live bytes. Raises ServerError as ``checksums``."""
+        self.occupation.require(WEIGHTS)
+        return self.weights.fingerprints()
 
     def loads(self) -> dict[str, Any]:
         """The numbers of ``/v1/loads``, ``/server_info`` and ``/metrics``."""
@@ -169,3 +190,9 @@ class Core:
             rate = (generated - tokens) / (now - then)
             self._rate = (now, generated, rate)
         return rate
+
+
+def _flush_failed(held: int) -> str:
+    return (
+        f"Cache flush failed: {held} requests hold KV. Abort them first or send flush_cache=false."
+    )

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from models.errors import ConfigurationError
 from workers.engines.native.model_files import safetensor_files
 from workers.engines.native.model_shape import ModelShape, MoeShape
+from workers.fingerprint import fingerprints
 
 
 @dataclass(slots=True)
@@ -74,9 +75,32 @@ class WeightStore:
             for name, target in plan.items():
                 target.copy_(sources[name].get_tensor(name))
 
+    def load_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Overwrite the parameters that ``tensors`` names; the others stay as they are.
+
+        Names and shapes are checked first: on ConfigurationError nothing changed.
+        """
+        unknown = sorted(tensors.keys() - self.named.keys())
+        if unknown:
+            raise ConfigurationError(
+                f"{len(unknown)} tensors are none of {self.shape.model_type}: {unknown[:3]}"
+            )
+        for name, tensor in tensors.items():
+            if tensor.shape != self.named[name].shape:
+                raise ConfigurationError(
+                    f"{name} has shape {list(tensor.shape)}, the model needs "
+                    f"{list(self.named[name].shape)}"
+                )
+        for name, tensor in tensors.items():
+            self.named[name].copy_(tensor)
+
     def checksums(self) -> dict[str, str]:
         """HF name -> xxh3_64 (16 hex digits) over the live bytes of the tensor, row-major."""
         return {name: tensor_checksum(tensor) for name, tensor in self.named.items()}
+
+    def fingerprints(self) -> dict[str, str]:
+        """HF name -> fingerprint of the live bytes of the tensor, row-major."""
+        return fingerprints(self.named.items())
 
     def free(self) -> None:
         """Give the memory of all parameters back; they must not be touched until ``allocate``."""

@@ -6,12 +6,19 @@ GPU: no trainer could tell beforehand what an engine must answer.
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from workers.engines.sglang.live_weights import xxh3_checksums
+from workers.engines.sglang.live_weights import Tensors, xxh3_checksums
 from workers.engines.sglang.tensor_parallel import server_group, whole_checksums
+from workers.fingerprint import fingerprints
+
+CHECKSUMS: Mapping[str, Callable[[Tensors], dict[str, str]]] = {
+    "checksum": xxh3_checksums,
+    "fingerprint": fingerprints,
+}
+"""Action of ``/weights_checker`` -> the hash of every tensor's bytes, by name."""
 
 
 def run_scheduler(server_args: Any, *arguments: Any, **named: Any) -> None:
@@ -21,15 +28,22 @@ def run_scheduler(server_args: Any, *arguments: Any, **named: Any) -> None:
 
     config = json.loads((Path(server_args.model_path) / "config.json").read_bytes())
 
-    def compute_checksum(checker: Any) -> dict[str, Any]:
-        return _answer(checker, config)
+    others = WeightChecker.handle
 
-    WeightChecker._compute_checksum = compute_checksum
+    def handle(checker: Any, action: str, *arguments: Any, **named: Any) -> Any:
+        hashed = CHECKSUMS.get(action)
+        if hashed is None:
+            return others(checker, action, *arguments, **named)
+        return _answer(checker, config, hashed)
+
+    WeightChecker.handle = handle
     run_scheduler_process(server_args, *arguments, **named)
 
 
-def _answer(checker: Any, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Answer of ``/weights_checker`` with ``{"action": "checksum"}``, of this process.
+def _answer(
+    checker: Any, config: Mapping[str, Any], hashed: Callable[[Tensors], dict[str, str]]
+) -> dict[str, Any]:
+    """Answer of ``/weights_checker`` to an action of ``CHECKSUMS``, of this process.
 
     What it raises is answered as a failure with its text.
     """
@@ -37,7 +51,7 @@ def _answer(checker: Any, config: Mapping[str, Any]) -> dict[str, Any]:
     if place.pp_size > 1:
         raise RuntimeError(f"layers spread over {place.pp_size} stages cannot be confirmed")
     parameters = checker._get_model().named_parameters()
-    checksums = whole_checksums(parameters, config, server_group(), xxh3_checksums)
+    checksums = whole_checksums(parameters, config, server_group(), hashed)
     whole = hashlib.sha256()
     for name in sorted(checksums):
         whole.update(f"{name} {checksums[name]}\n".encode())

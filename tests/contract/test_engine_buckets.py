@@ -1,0 +1,93 @@
+"""Weights that an engine takes from another process's memory, bucket by bucket."""
+
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from activities.wire.client import EngineClient
+from activities.wire.digest import weights_digest
+from models.errors import ContractViolation
+from models.publication import CPU
+from tests.support.served_engine import ServedEngine
+from workers.trainers.buckets import WireWeights
+from workers.trainers.handles import SharedMemory
+
+DEADLINE_S = 60.0
+
+
+def weights_of(folder: Path, device: str, dtype: torch.dtype) -> WireWeights:
+    """The tensors of a model folder, as a trainer would hold them."""
+    tensors = {
+        name: tensor.to(device, torch.float32)
+        for path in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(path).items()
+    }
+    return WireWeights(tensors, "", dtype)
+
+
+def file_dtype(folder: Path) -> torch.dtype:
+    """Type of the floating tensors in the folder's files."""
+    path = next(iter(sorted(folder.glob("*.safetensors"))))
+    return next(iter(load_file(path).values())).dtype
+
+
+async def test_buckets_bring_the_weights_of_a_folder_without_it(
+    any_engine: ServedEngine, tmp_path: Path
+) -> None:
+    on_gpu = any_engine.kind == "sglang" and torch.cuda.is_available()
+    device = "cuda" if on_gpu else "cpu"
+    async with aclosing(EngineClient(str(any_engine.http.base_url))) as client:
+        for version, folder in ((17, any_engine.folders[1]), (18, any_engine.folders[0])):
+            weights = weights_of(folder, device, file_dtype(folder))
+            plans = weights.plan(limit_bytes=30_000)
+            assert len(plans) > 2, "the update is made of several calls"
+            await client.pause("abort")
+            before = (await client.model_info())["weight_version"]
+            for number, plan in enumerate(plans):
+                assert (await client.model_info())["weight_version"] == before
+                last = number == len(plans) - 1
+                memory = SharedMemory(
+                    plan.num_bytes, torch.device(device), lambda _: tmp_path / "bucket"
+                )
+                weights.pack(plan, memory.data)
+                await client.update_weights_from_tensor(
+                    {CPU: memory.handle(plan.tensors)},
+                    [CPU],
+                    version if last else None,
+                    DEADLINE_S,
+                    flush_cache=last,
+                )
+                # The engine has copied what it was shown.
+                memory.data.zero_()
+                memory.close()
+            assert (await client.model_info())["weight_version"] == str(version)
+            by_file = await client.checksums()
+            assert weights_digest(await client.checksums("fingerprint")) == weights.digest()
+            await client.update_weights_from_disk(str(folder), version, DEADLINE_S)
+            assert await client.checksums() == by_file
+            await client.resume()
+
+
+async def test_a_handle_for_another_gpu_is_not_sent(any_engine: ServedEngine) -> None:
+    async with aclosing(EngineClient(str(any_engine.http.base_url))) as client:
+        await client.pause("abort")
+        with pytest.raises(ContractViolation, match="it computes on 3, the weights lie on 0, 1"):
+            await client.update_weights_from_tensor({"0": "", "1": ""}, ["3"], 1, DEADLINE_S)
+        await client.resume()
+        assert await client.health(timeout_s=DEADLINE_S)
+
+
+async def test_the_native_engine_makes_nothing_of_a_handle_but_tensors(
+    native_url: str,
+) -> None:
+    """A payload that names another function is refused, and the engine lives."""
+    payload = "gASVHQAAAAAAAACMBXBvc2l4lIwGc3lzdGVtlJOUjARleGl0lIWUUpQu"  # posix.system("exit")
+    async with aclosing(EngineClient(native_url)) as client:
+        await client.pause("abort")
+        with pytest.raises(ContractViolation, match=r"posix\.system is not part of a handle"):
+            await client.update_weights_from_tensor({CPU: payload}, [CPU], 1, DEADLINE_S)
+        await client.resume()
+        assert await client.health()

@@ -1,0 +1,92 @@
+"""Fingerprints of tensors: the stated formula in plain integers, and every error that counts."""
+
+import struct
+
+import pytest
+import torch
+
+from workers import fingerprint
+from workers.fingerprint import fingerprints
+
+MASK = (1 << 64) - 1
+
+
+def of(tensor: torch.Tensor) -> str:
+    return fingerprints([("t", tensor)])["t"]
+
+
+def splitmix(number: int) -> int:
+    z = ((number + 1) * 0x9E3779B97F4A7C15) & MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
+    return z ^ (z >> 31)
+
+
+def shifted(value: int, bits: int) -> int:
+    """Shift right, the sign is kept."""
+    return ((value - (1 << 64) if value >> 63 else value) >> bits) & MASK
+
+
+def by_hand(data: bytes, chunk_words: int) -> str:
+    data += b"\0" * (-len(data) % 8)
+    total = 0
+    for place, word in enumerate(struct.unpack(f"<{len(data) // 8}Q", data)):
+        chunk, index = divmod(place, chunk_words)
+        mixed = (word + splitmix(chunk)) & MASK
+        mixed ^= shifted(mixed, 32)
+        mixed = mixed * (splitmix(index) | 1) & MASK
+        mixed ^= shifted(mixed, 29)
+        total += mixed
+    return f"{total & MASK:016x}"
+
+
+def test_splitmix64_is_the_published_one() -> None:
+    # First outputs for the seed 0, from the reference implementation of the generator.
+    assert [splitmix(n) for n in range(2)] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4]
+
+
+@pytest.mark.parametrize("chunk_words", [3, 8, 1 << 21])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_it_is_the_stated_sum(
+    chunk_words: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fingerprint, "CHUNK_WORDS", chunk_words)
+    generator = torch.Generator().manual_seed(1)
+    for size in (1, 4, 7, 64, 101):
+        tensor = (torch.randn(size, generator=generator) * 50).to(dtype)
+        data = tensor.view(torch.uint8).numpy().tobytes()
+        assert of(tensor) == by_hand(data, chunk_words)
+
+
+def test_views_of_any_layout_count_as_their_elements() -> None:
+    whole = torch.randn(9, 14).bfloat16()
+    for view in (whole[2:5], whole[1:, 3:8], whole.T, whole.view(-1)[1:60]):
+        assert of(view) == of(view.contiguous().clone())
+
+
+def test_names_keep_their_tensors() -> None:
+    tensors = {name: torch.randn(5) for name in "cab"}
+    assert fingerprints(tensors.items()) == {name: of(each) for name, each in tensors.items()}
+    assert fingerprints([]) == {}
+
+
+def test_every_change_of_any_single_element_shows() -> None:
+    tensor = torch.randn(6, 11).bfloat16()
+    seen = {of(tensor)}
+    for place in range(tensor.numel()):
+        changed = tensor.clone()
+        changed.view(torch.int16).view(-1)[place] ^= 1  # the least bit
+        seen.add(of(changed))
+        changed.view(torch.int16).view(-1)[place] ^= -32768  # and the sign
+        seen.add(of(changed))
+    assert len(seen) == 1 + 2 * tensor.numel()
+
+
+def test_order_signs_and_shared_errors_show() -> None:
+    tensor = torch.randn(64, 8).bfloat16()
+    swapped = tensor.clone()
+    swapped[[3, 40]] = tensor[[40, 3]]
+    two = tensor.clone()
+    two.view(-1)[[3, 259]] *= -1  # the highest bits of two words
+    others = (swapped, two, -tensor, tensor.roll(1, 0), tensor.T, torch.zeros_like(tensor))
+    assert len({of(tensor), *map(of, others)}) == 1 + len(others)
