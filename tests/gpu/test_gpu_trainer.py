@@ -34,7 +34,6 @@ from workers.trainers.tally import UpdateTally
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
     pytest.mark.slow,
     pytest.mark.timeout(420),  # generated code is compiled
     pytest.mark.filterwarnings("default"),  # torch's compiler has many, by version
