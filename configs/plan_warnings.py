@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from configs.held_out import has_held_out
 from configs.run import RunSpec
 from configs.section import Section
+from configs.training import TrainingSection
 from models.run import LoopPlan
 
 _FREQUENT_SAVE = 5
@@ -152,6 +153,10 @@ def _without_effect(spec: RunSpec) -> Iterator[tuple[str, str]]:
             training.kl_loss_coef == 0,
             "while training.kl_loss_coef is 0",
         ),
+        *(
+            ("training", training, name, weight == 0, f"while training.{key} is 0")
+            for name, key, weight in _router_keys(training)
+        ),
         ("training", training, "tis_clip", not spec.uses_tis, "without importance weights"),
         ("training", training, "tis_clip_low", not spec.uses_tis, "without importance weights"),
         (
@@ -173,3 +178,14 @@ def _without_effect(spec: RunSpec) -> Iterator[tuple[str, str]]:
         default = type(section).model_fields[name].default
         if idle and getattr(section, name) != default:
             yield f"{table}.{name}", condition
+
+
+def _router_keys(training: TrainingSection) -> Iterator[tuple[str, str, float]]:
+    """Keys of auxiliary losses, each with the key that turns its loss on and that one's value."""
+    for name in (
+        "router_aux_loss_grouping",
+        "router_aux_loss_reduction",
+        "router_aux_count_source",
+    ):
+        yield name, "router_aux_loss_weight", training.router_aux_loss_weight
+    yield "router_z_loss_reduction", "router_z_loss_weight", training.router_z_loss_weight

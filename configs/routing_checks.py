@@ -1,4 +1,4 @@
-"""Checks between the keys of routers: layout, replay, its diagnostics.
+"""Checks between the keys of routers: layout, replay, its diagnostics, auxiliary losses.
 
 Of a foreign model only the trainer knows whether it has routers; it refuses what contradicts them
 when it loads.
@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from configs.model import MOE_ARCHITECTURES
 from configs.problem import Problem
 from configs.run import RunSpec
+
+_ROUTER_KEYS = ("use_rollout_routing_replay", "router_aux_loss_weight", "router_z_loss_weight")
 
 
 def routing_problems(spec: RunSpec) -> Iterator[Problem]:
@@ -22,17 +24,8 @@ def routing_problems(spec: RunSpec) -> Iterator[Problem]:
             packing,
             'remove the key, or set it to "documents"',
         )
-    if replay and spec.has_routers is False:
-        remedy = "remove the key"
-        if spec.model.source == "tiny":
-            choices = ", ".join(MOE_ARCHITECTURES)
-            remedy += f", or set model.tiny.architecture to one of {choices}"
-        yield Problem(
-            "training.use_rollout_routing_replay",
-            "only goes with a mixture of experts, and the model is dense",
-            True,
-            remedy,
-        )
+    if spec.has_routers is False:
+        yield from _dense_model_problems(spec)
     if spec.core.replay_diagnostics and not replay:
         yield Problem(
             "core.replay_diagnostics",
@@ -40,3 +33,20 @@ def routing_problems(spec: RunSpec) -> Iterator[Problem]:
             True,
             "remove it, or set training.use_rollout_routing_replay",
         )
+
+
+def _dense_model_problems(spec: RunSpec) -> Iterator[Problem]:
+    """Keys of routers that are set, and the model has none."""
+    remedy = "remove the key"
+    if spec.model.source == "tiny":
+        choices = ", ".join(MOE_ARCHITECTURES)
+        remedy += f", or set model.tiny.architecture to one of {choices}"
+    for name in _ROUTER_KEYS:
+        value = getattr(spec.training, name)
+        if value:
+            yield Problem(
+                f"training.{name}",
+                "only goes with a mixture of experts, and the model is dense",
+                value,
+                remedy,
+            )

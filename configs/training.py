@@ -56,6 +56,23 @@ class TrainingSection(Section):
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = "k1"
     """Estimator of the KL term, with d = trainer - reference log-prob: d, d^2 / 2, or
     exp(-d) - 1 + d; ``low_var_kl`` limits the last one to +-10 (exponent to +-20)."""
+    router_aux_loss_weight: float = Field(default=0.0, ge=0)
+    """Mixture of experts: weight of the load-balancing loss, summed over routed layers; an even
+    layer has loss 1."""
+    router_aux_loss_grouping: Literal["pack", "sequence"] = "pack"
+    """Tokens whose experts are balanced together: of one forward, whose size follows from
+    ``trainer.micro_batch_tokens``, or of one sample."""
+    router_aux_loss_reduction: Literal["token", "response"] = "token"
+    """Load balancing: mean over all tokens of the step, prompts included, or mean over samples of
+    token means."""
+    router_aux_count_source: Literal["executed", "router_selected"] = "executed"
+    """Experts that are counted: those that tokens were sent to, or those that the router would have
+    chosen; they differ under ``use_rollout_routing_replay``."""
+    router_z_loss_weight: float = Field(default=0.0, ge=0)
+    """Mixture of experts: weight of the router z-loss, the squared log-sum-exp of router logits,
+    summed over routed layers."""
+    router_z_loss_reduction: Literal["token", "response"] = "token"
+    """Router z-loss: mean over all tokens of the step, or mean over samples of token means."""
     save_checkpoints: bool = True
     """Commit checkpoints; without them a lost trainer starts over."""
     save_interval: int | None = Field(default=None, ge=1)

@@ -401,12 +401,7 @@ class LocalTrainer:
     def _token_metrics(self, tally: UpdateTally, seconds: float) -> dict[str, float]:
         """What the loss saw, over all ranks."""
         tally.reduce(self.ranks)
-        settings = self._judge.settings
-        rows = tally.metrics(
-            uses_tis=settings.use_tis,
-            uses_kl=settings.kl_coef != 0,
-            has_routers=bool(self._routing.names),
-        )
+        rows = tally.metrics(self._judge.settings, has_routers=bool(self._routing.names))
         active = rows["train/active_response_tokens"]
         return rows | rate_metrics(tally.model_tokens, active, seconds, self.ranks.world)
 

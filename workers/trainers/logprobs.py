@@ -118,7 +118,7 @@ class Scorer:
             return logits.cpu()
 
     def backward(self, batch: MicroBatch, loss: ChunkLoss, look: Look | None = None) -> None:
-        """Add the gradient of ``loss`` to the parameters.
+        """Add the gradient of ``loss``, and of auxiliary losses of routers, to the parameters.
 
         ``loss`` must be a sum over tokens: it is called with a slice of them at a time. What it
         has to know of the whole micro-batch before, ``look`` is shown, at the cost of the head's
@@ -149,7 +149,11 @@ class Scorer:
                 self._logits_to_gradient(logits.detach(), targets, index, loss)
                 logits.backward(logits.detach())
                 del logits
-        hidden.backward(leaf.grad)
+        auxiliary = self.routing.auxiliary_loss(batch)
+        if auxiliary is None:
+            hidden.backward(leaf.grad)
+        else:  # in one pass: layers that are computed again are so once
+            torch.autograd.backward((hidden, auxiliary), (leaf.grad, None))
 
     def _statistics(self, hidden: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies [N] of the batch's tokens from the body's output."""

@@ -26,6 +26,8 @@ class Normalization:
     model_tokens: int
     """Tokens of prompts and responses that go through the model."""
     world_size: int
+    documents: int
+    """Samples that go through the model."""
 
     @classmethod
     def of(
@@ -52,11 +54,12 @@ class Normalization:
                 int(counts[list(scored)].sum()),
                 int(counts[list(members)].clamp(min=1).sum()),
                 model_tokens,
+                len(scored),
             ],
             dtype=torch.long,
         )
-        samples, active, denominator, tokens = ranks.all_reduce_sum(own).tolist()
-        return cls(int(samples), int(active), int(denominator), int(tokens), ranks.world)
+        samples, active, denominator, tokens, documents = map(int, ranks.all_reduce_sum(own))
+        return cls(samples, active, denominator, tokens, ranks.world, documents)
 
     def check(self, expected_samples: int, step: int) -> None:
         """Refuse counts that cannot be those of optimizer step ``step`` (1-based).
@@ -92,5 +95,7 @@ class Normalization:
         return per_sample.repeat_interleave(batch.lengths)
 
     def as_event(self) -> dict[str, int]:
-        """The counts as the contract file has them."""
-        return asdict(self)
+        """The counts as the contract file has them; ``documents`` stands beside the losses."""
+        counts = asdict(self)
+        del counts["documents"]
+        return counts

@@ -8,10 +8,15 @@ import torch
 from workers.trainers.batch import TrainingBatch
 from workers.trainers.normalization import Normalization
 from workers.trainers.parameter_probe import ParameterProbe
+from workers.trainers.router_losses import RouterLosses
 from workers.trainers.update_scores import StepWork
 
 OPTIMIZER = "optimizer"
 PACKING = "packing"
+
+_STOPPING_MICROBATCHES = 0
+"""Micro-batches of a loss that teaches when to stop, besides ``local_microbatches``: there is no
+such loss, and readers of the file add both."""
 
 
 def optimizer_event(
@@ -22,6 +27,7 @@ def optimizer_event(
     reduction: str,
     scoring_pass: str,
     policy_objective: float,
+    routers: RouterLosses,
     probe: ParameterProbe | None,
     metrics: Mapping[str, float],
     lr_next: float,
@@ -42,6 +48,7 @@ def optimizer_event(
         reduction: ``training.loss_aggregation``.
         scoring_pass: where the log-probs before the update come from.
         policy_objective: this rank's part of the loss.
+        routers: this rank's part of the auxiliary losses; none of a dense model has a gradient.
         probe: of a diagnostic step.
         metrics: what the step returned.
         lr_next: learning rate of the next step.
@@ -54,11 +61,13 @@ def optimizer_event(
         "step": step,
         "rollout_id": rollout_id,
         "normalization": counts.as_event(),
+        **routers.as_event(),
         "reduction": reduction,
         "scoring_pass": scoring_pass,
         "local_policy_objective": policy_objective,
         "local_behavior_versions": _versions(batch, work),
         "local_microbatches": len(work.micros),
+        "stopping_microbatches": _STOPPING_MICROBATCHES,
         "lr_used": [metrics["train/lr_used-pg_0"]],
         "lr_next": [lr_next],
         "published_step": published_step,

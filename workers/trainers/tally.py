@@ -7,8 +7,9 @@ from torch import Tensor
 
 from models.errors import ContractViolation
 from workers.trainers.batch import TrainingBatch
-from workers.trainers.loss import TokenLoss
+from workers.trainers.loss import LossSettings, TokenLoss
 from workers.trainers.ranks import Ranks
+from workers.trainers.router_losses import AuxiliaryParts
 
 _SUMS = (
     *("tokens", "clipped", "kl", "entropy", "ratio", "ratio_squared"),
@@ -30,6 +31,8 @@ class UpdateTally:
     sums: Tensor = field(default_factory=lambda: torch.zeros(len(_SUMS), dtype=torch.float64))
     step_losses: list[tuple[float, float, float]] = field(default_factory=list)
     """Total, policy and KL part of each optimizer step."""
+    router_losses: list[AuxiliaryParts] = field(default_factory=list)
+    """Of each optimizer step."""
 
     def add(
         self,
@@ -71,11 +74,13 @@ class UpdateTally:
         counts = [float(x) for x in (self.model_tokens, self.packs, self.packed_samples)]
         own = torch.tensor([counts, *self.step_losses], dtype=torch.float64)
         counts, *losses = ranks.all_reduce_sum(own).tolist()
+        routers = torch.tensor(self.router_losses, dtype=torch.float64).reshape(-1, 2)
+        self.router_losses = [AuxiliaryParts(*x) for x in ranks.all_reduce_sum(routers).tolist()]
         self.model_tokens, self.packs, self.packed_samples = (int(x) for x in counts)
         self.ranks = ranks.world
         self.step_losses = [(total, policy, kl) for total, policy, kl in losses]
 
-    def metrics(self, *, uses_tis: bool, uses_kl: bool) -> dict[str, float]:
+    def metrics(self, settings: LossSettings, *, has_routers: bool) -> dict[str, float]:
         """The token-level rows of the metrics table."""
         sums = dict(zip(_SUMS, self.sums.tolist(), strict=True))
         tokens = max(sums["tokens"], 1.0)
@@ -83,8 +88,11 @@ class UpdateTally:
         total, policy, kl = (
             sum(step) / len(self.step_losses) for step in zip(*self.step_losses, strict=True)
         )
+        balance, z = (
+            sum(step) / len(self.router_losses) for step in zip(*self.router_losses, strict=True)
+        )
         rows = {
-            "train/loss": total,
+            "train/loss": total + balance + z,
             "train/policy_objective": total,
             "train/pg_loss": policy,
             "train/entropy_loss": sums["entropy"] / tokens,
@@ -100,9 +108,12 @@ class UpdateTally:
             "train/packing/samples_per_pack": self.packed_samples / max(self.packs, 1),
             "train/packing/tokens_per_pack": self.model_tokens / max(self.packs, 1),
         }
-        if uses_kl:
+        if has_routers:
+            rows["train/auxiliary_load_balancing"] = balance
+            rows["train/auxiliary_router_z"] = z
+        if settings.kl_coef != 0:
             rows["train/kl_loss"] = kl
-        if uses_tis:
+        if settings.use_tis:
             rows["train/tis"] = sums["tis"] / tokens
             rows["train/tis_abs"] = sums["tis_abs"] / tokens
             rows["train/tis_clipfrac"] = sums["tis_truncated"] / tokens

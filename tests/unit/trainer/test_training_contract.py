@@ -250,14 +250,14 @@ def test_a_reference_score_that_is_no_number_is_refused(make_spec, make_groups, 
 
 def test_counts_that_cannot_be_a_step_are_refused():
     good = {"samples": 8, "active_tokens": 10, "token_denominator": 12, "model_tokens": 20}
-    Normalization(**good, world_size=2).check(8, 1)
+    Normalization(**good, world_size=2, documents=8).check(8, 1)
     for change, message in (
         ({"samples": 7}, "optimizer step 4: 7 samples over 2 ranks, .*global_batch_size is 8"),
         ({"active_tokens": 0}, "no active token"),
         ({"model_tokens": 9}, "9 model tokens are fewer than the 10 active"),
     ):
         with pytest.raises(ContractViolation, match=message):
-            Normalization(**good | change, world_size=2).check(8, 4)
+            Normalization(**good | change, world_size=2, documents=8).check(8, 4)
 
 
 def test_a_step_is_dealt_to_ranks_in_equal_parts():
@@ -393,4 +393,4 @@ def test_local_counts_are_summed_over_ranks(make_groups):
 
     batch = TrainingBatch.of(make_groups())
     counts = Normalization.of(batch, range(4), range(2), 20, Twice())
-    assert counts == Normalization(8, 6, 20, 40, 2)
+    assert counts == Normalization(8, 6, 20, 40, 2, documents=4)
