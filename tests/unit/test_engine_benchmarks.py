@@ -11,6 +11,10 @@ from typing import Any
 
 import pytest
 
+from activities.storage import layout
+from activities.storage.store import Store
+from configs.load import load_run
+
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 SCRIPTS = ("engine_throughput", "logprob_agreement", "refresh_recipes")
 
@@ -140,6 +144,39 @@ def test_the_recipes_differ_in_the_prefix_cache(
     module = load("refresh_recipes", monkeypatch)
     spec = module.spec_for(told(tmp_path, live=8), recipe)
     assert spec.inference.sglang.get("disable_radix_cache", False) == (recipe == "retract")
+
+
+def test_updates_beside_trl_are_read_from_the_artifacts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three updates of 4 + 5 + 1 s, each stage 0.1 s after the last one; the first has no begin."""
+    module = load("trl_comparison", monkeypatch)
+    store, clock = Store(tmp_path), 100.0
+    for update in range(3):
+        for stage, seconds in (("generation_wait", 4.0), ("training", 5.0), ("publication", 1.0)):
+            row = {"stage": stage, "rollout_id": update, "started_unix": clock, "seconds": seconds}
+            store.append_jsonl(layout.DRIVER_TIMING, {**row, "passed": True})
+            clock += seconds + 0.1
+        store.append_jsonl(layout.METRICS, {"update": update, "rollout/reward": 0.1 * update})
+    updates = module.perdure_updates(store)
+    assert [row["reward"] for row in updates] == pytest.approx([0.1, 0.2])
+    found = module.summary(updates)
+    assert found["seconds"] == pytest.approx(10.3)
+    assert (found["train_seconds"], found["other_seconds"]) == pytest.approx((5.0, 0.3))
+    assert found["last_reward"] == pytest.approx(0.15)
+
+
+@pytest.mark.parametrize("recipe", ["tiny", "quickstart", "gpu-smollm2-gym"])
+def test_recipes_beside_trl_are_valid(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = load("trl_comparison", monkeypatch)
+    options = Namespace(set=["optimizer.weight_decay=0.1"], work=tmp_path, updates=7)
+    path = BENCHMARKS.parent / "configs" / "recipes" / f"{recipe}.toml"
+    spec = load_run(path, module.overrides_of(options)).spec
+    assert spec.training.num_rollouts == 7
+    assert spec.evaluation.interval is not None
+    assert spec.evaluation.interval > 7
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
