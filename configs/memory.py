@@ -53,12 +53,18 @@ def model_shape(spec: RunSpec) -> ModelShape | None:
     """The shape of the run's model where this machine can tell: tiny models, local folders."""
     if spec.model.source == "tiny":
         return tiny_shape(spec.model.tiny or TinySpec())
+    folder = known_folder(spec)
+    return None if folder is None else folder_shape(folder)
+
+
+def known_folder(spec: RunSpec) -> Path | None:
+    """The folder of the run's model on this machine: what it names, or what it has prepared."""
     candidates = [local_model_folder(spec.model.source)]
     if spec.output.root.startswith("/"):
         candidates.append(Path(spec.output.root) / "prepared" / "hf")
     for folder in candidates:
         if folder is not None and (folder / "config.json").is_file():
-            return folder_shape(folder)
+            return folder
     return None
 
 

@@ -7,6 +7,7 @@ from configs.placement import PlacementSection
 from configs.placement_memory import memory_problems
 from configs.problem import Problem
 from configs.run import RunSpec
+from configs.sglang_model_checks import cut_problems
 from configs.topology import topology_problems
 
 
@@ -25,6 +26,7 @@ def placement_problems(spec: RunSpec) -> Iterator[Problem]:
     found = list(topology_problems(demand))
     yield from found
     if not found:
+        yield from cut_problems(spec)
         yield from memory_problems(spec)
 
 

@@ -10,11 +10,16 @@ from collections.abc import Iterator
 
 from configs.problem import Problem
 from configs.run import RunSpec
+from configs.sglang_model_checks import serving_problems
 
 TABLE = "inference.sglang"
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 _ONE_SERVER = "an engine is one server on one machine; add engines with inference.num_engines"
+_CUT = (
+    "weights that are spread that way over processes cannot be confirmed; an engine takes several "
+    "GPUs with inference.tensor_parallel_size"
+)
 _PROTOCOL = "Perdure speaks plain HTTP to the server's own port on this machine; remove it"
 _REQUESTS = "every request brings its own sampling settings, from [inference] and [evaluation]"
 _WEIGHTS = "engines serve the prepared model and then what the trainer publishes; see model.source"
@@ -41,10 +46,21 @@ RESERVED = {
     ),
     **dict.fromkeys(
         (
-            *("dp_size", "data_parallel_size", "pp_size", "pipeline_parallel_size"),
+            *("dp_size", "data_parallel_size"),
             *("nnodes", "node_rank", "dist_init_addr", "nccl_init_addr", "nccl_port", "use_ray"),
         ),
         _ONE_SERVER,
+    ),
+    **dict.fromkeys(
+        (
+            *("pp_size", "pipeline_parallel_size", "pp_max_micro_batch_size"),
+            *("ep_size", "expert_parallel_size", "ep", "moe_a2a_backend", "dwdp_size"),
+            *("moe_dp_size", "moe_data_parallel_size", "moe_dense_tp_size"),
+            *("attn_cp_size", "attention_context_parallel_size"),
+            *("dcp_size", "decode_context_parallel_size"),
+            *("enable_dp_attention", "enable_dp_lm_head", "enable_eplb"),
+        ),
+        _CUT,
     ),
     **dict.fromkeys(
         ("device", "base_gpu_id", "gpu_id_step", "enable_memory_saver"), "use placement.mode"
@@ -87,6 +103,7 @@ def sglang_problems(spec: RunSpec) -> Iterator[Problem]:
             )
         elif name in RESERVED:
             yield Problem(key, "is set by Perdure itself", value, RESERVED[name])
+    yield from serving_problems(spec)
     if spec.placement.mode == "cpu":
         yield from _without_gpu(spec)
 

@@ -18,6 +18,7 @@ from activities.storage.atomic import storage_errors
 from activities.storage.settled import is_settled
 from activities.storage.store import Store
 from configs.run import RunSpec
+from configs.sglang_model_checks import problems_of_cut
 from models.errors import ConfigurationError
 from workers.engines.native.model_shape import read_model_shape
 from workers.engines.sglang.own_head import require_own_head
@@ -80,7 +81,11 @@ def require_usable(spec: RunSpec, folder: Path) -> None:
     """
     if spec.inference.engine == "native":
         read_model_shape(folder)
-    require_own_head(folder, _read_object(folder / "config.json"))
+    config = _read_object(folder / "config.json")
+    require_own_head(folder, config)
+    refused = next(problems_of_cut(config, spec.inference.tensor_parallel_size), None)
+    if refused is not None:
+        raise ConfigurationError(f"{folder}/config.json: {refused}")
     _require_positions(spec.core.max_context_length, describe_model(folder))
 
 
