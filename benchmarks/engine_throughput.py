@@ -118,6 +118,15 @@ class Load:
         ]
 
 
+@dataclass(frozen=True, slots=True)
+class Server:
+    """The one server, how it is controlled, and the client beside ours."""
+
+    url: str
+    control: EngineClient
+    peer: "PeerProcess"
+
+
 def main() -> None:
     """Measure, print, write."""
     told = arguments()
@@ -152,11 +161,14 @@ async def measure(told: argparse.Namespace) -> dict[str, Any]:
     model = prepare(spec)
     machine = describe_machine()
     rows = []
-    async with engine_of(spec, model, told.work) as (server, client):
+    async with (
+        engine_of(spec, model, told.work) as (server, client),
+        sglang_client(spec, told.work) as peer,
+    ):
         engine = await describe_engine(client, "sglang")
         for concurrency in told.concurrency:
             load = make_load(told, concurrency, model.vocab_size)
-            rows.append(await compare(told, model, server.url, client, load))
+            rows.append(await compare(told, model, Server(server.url, client, peer), load))
     shape = {name: getattr(told, name) for name in ("model", "prompt_tokens", "new_tokens")}
     return {"machine": machine, "engine": engine, **shape, "siblings": told.siblings, "rows": rows}
 
@@ -188,20 +200,20 @@ def make_load(told: argparse.Namespace, concurrency: int, vocab_size: int) -> Lo
 
 
 async def compare(
-    told: argparse.Namespace, model: PreparedModel, url: str, client: EngineClient, load: Load
+    told: argparse.Namespace, model: PreparedModel, server: Server, load: Load
 ) -> dict[str, Any]:
     """Both sides by turns; the first turn of each does not count."""
     sides: dict[str, list[dict[str, float]]] = {"producer": [], "client": []}
     for turn in range(told.rounds + 1):
         for side, rounds in sides.items():
-            await make_idle(client)
+            await make_idle(server.control)
             root = told.work / f"{load.concurrency}-{turn}"
             async with asyncio.timeout(ROUND_DEADLINE_S):
                 if side == "producer":
                     spec = spec_for(told, load.concurrency, root, load.groups)
-                    row = await ask_producer(spec, model, url, load, told.work)
+                    row = await ask_producer(spec, model, server.url, load, told.work)
                 else:
-                    row = await ask_client(told, model, url, load, root)
+                    row = await server.peer.run(model.path, server.url, load, root)
             print(json.dumps({"side": side, "turn": turn, **row}), flush=True)
             if turn:
                 rounds.append(row)
@@ -328,33 +340,61 @@ def prepared(row: int, ids: list[int]) -> PreparedPrompt:
     )
 
 
-async def ask_client(
-    told: argparse.Namespace, model: PreparedModel, url: str, load: Load, root: Path
-) -> dict[str, float]:
-    """Side (b): the client's process from its start to its end."""
-    command, variables = client_command(told, model, url, load, root)
-    with (root / LOG).open("wb") as log:
+class PeerProcess:
+    """SGLang's client in a process that imports it once."""
+
+    def __init__(self, child: asyncio.subprocess.Process, log: Path) -> None:
+        self._child = child
+        self._log = log
+
+    async def hear(self, word: str) -> None:
+        """Wait until it says ``word``; ends with the end of its log when it says anything else."""
+        assert self._child.stdout is not None
+        async with asyncio.timeout(ROUND_DEADLINE_S):
+            said = (await self._child.stdout.readline()).decode().strip()
+        if said != word:
+            raise SystemExit(f"SGLang's client failed:\n{self._log.read_text()[-2000:]}")
+
+    async def run(self, model: Path, url: str, load: Load, root: Path) -> dict[str, float]:
+        """Side (b): one run of the client."""
+        assert self._child.stdin is not None
+        self._child.stdin.write(json.dumps(client_order(model, url, load, root)).encode() + b"\n")
+        await self._child.stdin.drain()
+        await self.hear("done")
+        return client_figures(root, load.concurrency)
+
+
+@asynccontextmanager
+async def sglang_client(spec: RunSpec, scratch: Path) -> AsyncIterator[PeerProcess]:
+    """The client's process; it ends with the block."""
+    path = scratch / LOG
+    with path.open("wb") as log:
         child = await asyncio.create_subprocess_exec(
-            *command, env=variables, stdout=log, stderr=log
+            *(sglang_python(), str(CLIENT)),
+            env={**os.environ, "OMP_NUM_THREADS": "1", **server_environment(spec)},
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=log,
         )
-        status = await child.wait()
-    if status:
-        end = (root / LOG).read_text()[-2000:]
-        raise SystemExit(f"SGLang's client ended with {status}:\n{end}")
-    return client_figures(root, load.concurrency)
+    peer = PeerProcess(child, path)
+    try:
+        await peer.hear("ready")
+        yield peer
+    finally:
+        if child.returncode is None:
+            child.kill()
+        await child.wait()
 
 
-def client_command(
-    told: argparse.Namespace, model: PreparedModel, url: str, load: Load, root: Path
-) -> tuple[list[str], dict[str, str]]:
-    """Command line and environment of SGLang's client, its requests written to ``root``."""
+def client_order(model: Path, url: str, load: Load, root: Path) -> dict[str, Any]:
+    """What the client's process is asked for, the requests written to ``root``."""
     root.mkdir(parents=True, exist_ok=True)
     (root / REQUESTS).write_text(json.dumps(load.requests()))
-    spec = spec_for(told, load.concurrency, root)
-    options = client_options(model.path, url, load, root / OWN)
-    command = [sglang_python(), str(CLIENT), str(root / REQUESTS), str(root / TIMES), *options]
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", **server_environment(spec)}
-    return command, variables
+    return {
+        "requests": str(root / REQUESTS),
+        "times": str(root / TIMES),
+        "arguments": client_options(model, url, load, root / OWN),
+    }
 
 
 def client_figures(root: Path, concurrency: int) -> dict[str, float]:

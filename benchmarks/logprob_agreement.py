@@ -12,16 +12,16 @@ the estimate of the divergence of the trainer from the engine
 
     k3 = mean of exp(t - e) - 1 - (t - e).
 
-Prompts are random ids: what matters here is arithmetic, and random prompts give flat
-distributions, whose logits are rounded the most. ``--modes deterministic`` starts the engine with
-``inference.deterministic`` (SGLang: batch-invariant kernels, on a GPU only). The engine has ended
-before the trainer loads.
+Prompts are a few everyday questions in the model's template, each asked several times.
+``--modes deterministic`` starts the engine with ``inference.deterministic`` (SGLang:
+batch-invariant kernels, on a GPU only). The engine has ended before the trainer loads.
 
 Nothing is judged: a line for each comparison, and all of them in ``WORK/logprob_agreement.json``.
 """
 
 import argparse
 import asyncio
+import itertools
 import json
 import math
 import os
@@ -38,7 +38,6 @@ from live_engine import (
     engine_of,
     finish,
     prepare,
-    random_prompts,
     run_spec,
     settle,
 )
@@ -46,11 +45,12 @@ from live_engine import (
 from activities.wire.client import EngineClient
 from activities.wire.contract import GENERATE, GenerateRequest, SamplingParams
 from configs.run import RunSpec
+from workers.preflight.agreement import QUESTIONS
 from workers.sources.model import PreparedModel
 
 CALL_TIMEOUT_S = 600.0
-SCORING_MARGIN = 8
-"""Positions beyond the tokens: SGLang takes no prompt that fills its context."""
+PROMPT_ROOM = 128
+"""Tokens for a question in its template, and the positions that SGLang keeps to itself."""
 TRAINER_DTYPES = ("bfloat16", "float32")
 
 
@@ -83,7 +83,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--engine", choices=["sglang", "native"], default="sglang")
     parser.add_argument("--modes", nargs="+", choices=["plain", "deterministic"], default=["plain"])
     parser.add_argument("--prompts", type=int, default=32)
-    parser.add_argument("--prompt-tokens", type=int, default=32)
     parser.add_argument("--new-tokens", type=int, default=256)
     told = parser.parse_args()
     settle(told)
@@ -118,7 +117,7 @@ def spec_for(told: argparse.Namespace, mode: str, dtype: str) -> RunSpec:
         told,
         told.work / "model",
         engine=told.engine,
-        context=told.prompt_tokens + told.new_tokens + SCORING_MARGIN,
+        context=PROMPT_ROOM + told.new_tokens,
         slots=told.prompts,
         trainer={"compute_dtype": dtype},
         inference={
@@ -132,7 +131,7 @@ async def sample(
     told: argparse.Namespace, spec: RunSpec, model: PreparedModel
 ) -> tuple[dict[str, Any], list[Answer], list[list[float]]]:
     """What the engine is, what it sampled, and how it scores that as prompts (none: it cannot)."""
-    prompts = random_prompts(told.prompts, told.prompt_tokens, model.vocab_size, seed=7)
+    prompts = questions(told, model)
     async with engine_of(spec, model, told.work) as (server, client):
         about = await describe_engine(client, told.engine)
         answers = list(await asyncio.gather(*(ask(client, told, ids) for ids in prompts)))
@@ -142,6 +141,21 @@ async def sample(
             base_url=server.url, timeout=CALL_TIMEOUT_S, trust_env=False
         ) as http:
             return about, answers, [await rescore(http, answer) for answer in answers]
+
+
+def questions(told: argparse.Namespace, model: PreparedModel) -> list[list[int]]:
+    """Token ids of the questions in the model's template, over and over."""
+    from workers.sources.rendering import PromptRenderer
+    from workers.sources.rows import SourceRow
+
+    rows = [
+        SourceRow("benchmark", n, f"question {n + 1}", ({"role": "user", "content": text},), "", "")
+        for n, text in enumerate(QUESTIONS)
+    ]
+    room = PROMPT_ROOM + told.new_tokens
+    rendered = PromptRenderer(model.path).prepare("eval", rows, room, told.new_tokens)
+    asked = itertools.islice(itertools.cycle(rendered), told.prompts)
+    return [list(prompt.prompt_token_ids) for prompt in asked]
 
 
 async def ask(client: EngineClient, told: argparse.Namespace, prompt: list[int]) -> Answer:

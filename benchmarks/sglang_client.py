@@ -1,16 +1,21 @@
 """SGLang's own benchmark client on given prompts, told to say when it was busy.
 
-    PYTHON_WITH_SGLANG benchmarks/sglang_client.py REQUESTS.json TIMES.json [its arguments ...]
+    PYTHON_WITH_SGLANG benchmarks/sglang_client.py
 
 It is ``python -m sglang.bench_serving`` with two additions. The requests, a list of token ids and
 numbers of new tokens ``{"ids", "new"}``, come from a file instead of one of its data sets. What it
-knows of each answer goes to ``TIMES.json``: when it sent the request and had the whole answer (its
+knows of each answer goes to another file: when it sent the request and had the whole answer (its
 clock, seconds), tokens, and its processor time from the first request to the last answer. Its own
 arguments and its own code between request and answer are untouched.
+
+Its imports take half a minute, so one process runs it many times: it says ``ready``, reads a line
+``{"requests": PATH, "times": PATH, "arguments": [...]}`` at a time, and says ``done`` after each.
+What the client itself prints goes to standard error.
 """
 
 import importlib.util
 import json
+import os
 import sys
 import time
 import types
@@ -18,36 +23,57 @@ from pathlib import Path
 from typing import Any
 
 
-def main(requests: str, times: str, arguments: list[str]) -> None:
-    """Run the client."""
-    if importlib.util.find_spec("datasets") is None:
-        # Imported by the client for a data set of pictures that is not used here.
-        stand_in: Any = types.ModuleType("datasets")
-        stand_in.load_dataset = None
-        sys.modules["datasets"] = stand_in
-    from sglang.benchmark import serving
-    from sglang.benchmark.datasets import DatasetRow
+def main() -> None:
+    """Run the client as often as it is asked to."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    client = Client()
+    print("ready", file=answers, flush=True)
+    for line in sys.stdin:
+        told = json.loads(line)
+        client.run(Path(told["requests"]), Path(told["times"]), told["arguments"])
+        print("done", file=answers, flush=True)
 
-    begun = {"cpu": 0.0}
-    measure = serving.calculate_metrics
 
-    def rows(*_: Any) -> list[Any]:
-        told = json.loads(Path(requests).read_text())
-        begun["cpu"] = time.process_time()
-        return [
-            DatasetRow(prompt=each["ids"], prompt_len=len(each["ids"]), output_len=each["new"])
-            for each in told
-        ]
+class Client:
+    """SGLang's client with its data set and its report taken over."""
 
-    def measured(*given: Any, **named: Any) -> Any:
-        cpu = time.process_time() - begun["cpu"]
-        Path(times).write_text(json.dumps({"cpu_seconds": cpu, "answers": spans(named["outputs"])}))
-        return measure(*given, **named)
+    def __init__(self) -> None:
+        if importlib.util.find_spec("datasets") is None:
+            # Imported by the client for a data set of pictures that is not used here.
+            stand_in: Any = types.ModuleType("datasets")
+            stand_in.load_dataset = None
+            sys.modules["datasets"] = stand_in
+        from sglang.benchmark import serving
+        from sglang.benchmark.datasets import DatasetRow
 
-    serving.get_dataset = rows
-    serving.calculate_metrics = measured
-    sys.argv = ["bench_serving", *arguments]
-    serving.cli_main()
+        self._row = DatasetRow
+        self._serving = serving
+        self._report = serving.calculate_metrics
+
+    def run(self, requests: Path, times: Path, arguments: list[str]) -> None:
+        """One run of the client with ``arguments``; ends the process when a request failed."""
+        begun = 0.0
+
+        def rows(*_: Any) -> list[Any]:
+            nonlocal begun
+            told = json.loads(requests.read_text())
+            begun = time.process_time()
+            return [
+                self._row(prompt=each["ids"], prompt_len=len(each["ids"]), output_len=each["new"])
+                for each in told
+            ]
+
+        def report(*given: Any, **named: Any) -> Any:
+            cpu = time.process_time() - begun
+            found = {"cpu_seconds": cpu, "answers": spans(named["outputs"])}
+            times.write_text(json.dumps(found))
+            return self._report(*given, **named)
+
+        self._serving.get_dataset = rows
+        self._serving.calculate_metrics = report
+        sys.argv = ["bench_serving", *arguments]
+        self._serving.cli_main()
 
 
 def spans(outputs: list[Any]) -> list[dict[str, Any]]:
@@ -66,4 +92,4 @@ def spans(outputs: list[Any]) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3:])
+    main()

@@ -84,7 +84,7 @@ def test_sglangs_client_is_run_on_the_given_requests(
     monkeypatch.setattr(sys, "argv", sys.argv)
     requests, times = tmp_path / "requests.json", tmp_path / "times.json"
     requests.write_text(json.dumps([{"ids": [5, 6, 7], "new": 9}]))
-    module.main(str(requests), str(times), ["--backend", "sglang"])
+    module.Client().run(requests, times, ["--backend", "sglang"])
     assert seen["argv"][1:] == ["--backend", "sglang"]
     assert seen["rows"] == [{"prompt": [5, 6, 7], "prompt_len": 3, "output_len": 9}]
     assert seen["kept"] == "its own figures"
