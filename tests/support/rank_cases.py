@@ -16,8 +16,11 @@ from models.evaluation import ExportReport
 from models.publication import WeightsRef
 from models.sample import SampleGroup
 from models.update import UpdateReport
-from workers.trainers.batch import TrainingBatch
+from workers.trainers.batch import TrainingBatch, documents_of
 from workers.trainers.contract_file import ContractFile
+from workers.trainers.decoder_layers import recompute_layers
+from workers.trainers.document_attention import use_document_attention
+from workers.trainers.documents import collate_documents
 from workers.trainers.export import ExportProbe
 from workers.trainers.load import load_model
 from workers.trainers.local import LocalTrainer
@@ -26,6 +29,9 @@ from workers.trainers.loss import LossSettings
 from workers.trainers.normalization import Normalization
 from workers.trainers.packing import filler
 from workers.trainers.process_ranks import ProcessRanks
+from workers.trainers.router_losses import RouterObjective
+from workers.trainers.routers import find_routers
+from workers.trainers.routing import Routing
 from workers.trainers.sharded import shard
 from workers.trainers.shards import whole
 from workers.trainers.step_loss import StepLoss, UpdateTokens
@@ -71,6 +77,41 @@ def gradient(
         scorer.backward(micro, loss, loss.look if loss.needs_look else None)
     total = ranks.all_reduce_sum(torch.tensor(loss.finish()[0], dtype=torch.float64))
     return float(total), {n: whole(p.grad).cpu().numpy() for n, p in model.named_parameters()}
+
+
+def router_gradient(
+    ranks: ProcessRanks,
+    model_dir: Path,
+    groups: list[SampleGroup],
+    objective: RouterObjective,
+    recompute: bool,
+) -> tuple[float, Arrays]:
+    """Auxiliary losses of one step of a mixture and their gradient, in float64.
+
+    The first rank lays its half out in two packs, the second in one and a filler.
+    """
+    model = load_model(model_dir, attention="sdpa", dtype=torch.float64).eval()
+    use_document_attention(model)
+    if recompute:
+        recompute_layers(model)
+    routing = Routing(find_routers(model), objective=objective)
+    body = shard(model, torch.float64)
+    scorer = Scorer.of(model, 1.0, 5, torch.float64, routing, body)
+    batch = TrainingBatch.of(groups)
+    size = len(batch.samples) // ranks.world
+    members = range(ranks.rank * size, (ranks.rank + 1) * size)
+    parts = chunks(members, 2 - ranks.rank)
+    micros = [collate_documents(documents_of(batch, part)) for part in parts]
+    micros += [filler()] * (2 - len(micros))
+    tokens = sum(micro.num_model_tokens for micro in micros)
+    counts = Normalization.of(batch, members, members, tokens, ranks)
+    routing.begin_step(counts.model_tokens, counts.documents)
+    for micro in micros:
+        scorer.backward(micro, lambda new, _entropy, _index: 0.0 * new.sum())
+    total = ranks.all_reduce_sum(torch.tensor(routing.losses.finish(), dtype=torch.float64))
+    return float(total.sum()), {
+        name: whole(p.grad).cpu().numpy() for name, p in model.named_parameters()
+    }
 
 
 def _scorer(folder: Path) -> tuple[Scorer, Any]:

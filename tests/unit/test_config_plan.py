@@ -207,6 +207,8 @@ def test_the_last_update_is_saved_by_default(tmp_path: Path) -> None:
         (['training.dppo_divergence_type="kl"', "training.dppo_threshold=1.0"], None),
         (["training.dppo_threshold=0.2"], "key_without_effect"),
         (['training.kl_loss_type="k3"'], "key_without_effect"),
+        (['training.router_aux_loss_grouping="sequence"'], "key_without_effect"),
+        (['training.router_z_loss_reduction="response"'], "key_without_effect"),
         (["training.tis_clip=3.0"], "key_without_effect"),
         (["training.tis_clip_low=0.5"], "key_without_effect"),
         (["training.tis_clip=3.0", "training.use_tis=true"], None),

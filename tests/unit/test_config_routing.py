@@ -14,6 +14,7 @@ from configs.run import RunSpec
 MIXTURE = {"source": "tiny", "tiny": {"architecture": "olmoe", "warmup_accuracy": 0.0}}
 DENSE = {"source": "tiny", "tiny": {"warmup_accuracy": 0.0}}
 FOREIGN = {"source": "org/name"}
+AUXILIARY = {"router_aux_loss_weight": 0.01, "router_z_loss_weight": 1e-5}
 REPLAY = {"use_rollout_routing_replay": True}
 
 
@@ -54,6 +55,10 @@ def keys(run: RunSpec) -> list[str]:
         ),
         (FOREIGN, {"trainer": {"packing": "shared_prompt"}}, []),
         (DENSE, {"trainer": {"packing": "documents"}}, []),
+        (MIXTURE, {"training": AUXILIARY}, []),
+        (FOREIGN, {"training": AUXILIARY}, []),
+        (DENSE, {"training": AUXILIARY}, [f"training.{key}" for key in AUXILIARY]),
+        (DENSE, {"training": dict.fromkeys(AUXILIARY, 0.0)}, []),
     ],
 )
 def test_what_contradicts_the_routers_is_refused(model, sections, expected):

@@ -100,6 +100,7 @@ EXPERTS_ONLY = frozenset(
     (
         *("model.tiny.num_experts", "model.tiny.experts_per_token"),
         *("model.tiny.moe_intermediate_size", "training.use_rollout_routing_replay"),
+        *("training.router_aux_loss_weight", "training.router_z_loss_weight"),
         "core.replay_diagnostics",
     )
 )

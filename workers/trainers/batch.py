@@ -174,7 +174,7 @@ def plan_steps(
     """Deal the samples to optimizer steps of equal size by a seeded permutation.
 
     Siblings of one step that all have advantage zero are left out of the model, which is exact
-    unless the loss has a term without the advantage (``keep_tied``, for the entropy bonus). A step
+    unless the loss has a term without the advantage (``keep_tied``). A step
     without any advantage at all is inactive either way: it would step on momentum alone.
     """
     size, rest = divmod(len(batch.samples), num_steps)

@@ -8,7 +8,8 @@ import torch
 
 from models.errors import ContractViolation
 from models.metrics import refuse_undeclared
-from workers.trainers.router_load import router_load
+from workers.trainers.ranks import SingleRank
+from workers.trainers.router_load import expert_balance, router_load
 
 
 def load(counts, ep=1):
@@ -113,3 +114,70 @@ def test_random_counts_equal_a_brute_force_reference(ep):
 
 def test_every_key_is_a_declared_metric():
     refuse_undeclared(f"train/{key}" for key in load([[[1, 2]]])["summary"])
+
+
+class Together(SingleRank):
+    """One of several ranks whose counts of packs are known; the others have ``others``."""
+
+    def __init__(self, others):
+        self.world = 1 + len(others)
+        self._others = [Recorded() for _ in others]
+        for rank, (packs, micros) in zip(self._others, others, strict=True):
+            expert_balance(packs, micros, rank)
+
+    def all_reduce_sum(self, values):
+        return values + sum(rank.summed for rank in self._others)
+
+    def all_reduce_max(self, values):
+        return torch.stack([values, *(rank.maximized for rank in self._others)]).amax(0)
+
+
+class Recorded(SingleRank):
+    """Keeps what it was asked to reduce."""
+
+    def all_reduce_sum(self, values):
+        self.summed = values
+        return values
+
+    def all_reduce_max(self, values):
+        self.maximized = values
+        return values
+
+
+def test_balance_of_two_packs_by_hand():
+    """Busiest over mean: (3 + 2) / (2 + 2) and (4 + 2) / (2 + 1)."""
+    packs = torch.tensor([[[3, 1], [2, 2]], [[4, 0], [2, 0]]])
+    assert expert_balance(packs, 2, SingleRank()) == {
+        "packs_per_rank": 2,
+        "dispatches": 2,
+        "slots": 2,
+        "skew_mean": (5 / 4 + 2) / 2,
+        "skew_max": 2.0,
+        "max_slot_assignments": 4,
+        "critical_work_proxy": 3 + 2 + 4 + 2,
+    }
+
+
+def test_even_packs_have_skew_one():
+    balance = expert_balance(torch.full((3, 2, 5), 7), 3, SingleRank())
+    assert (balance["skew_mean"], balance["skew_max"]) == (1.0, 1.0)
+
+
+def test_fillers_of_a_rank_are_no_dispatches():
+    """One rank has two packs, the other one and a filler, a third fillers only."""
+    first = torch.tensor([[[3, 1]], [[1, 1]]])
+    second = torch.tensor([[[0, 6]]])
+    nothing = torch.zeros(0, 1, 2, dtype=torch.long)
+    expected = {
+        "packs_per_rank": 2,
+        "dispatches": 3,
+        "slots": 2,
+        "skew_mean": (1.5 + 1.0 + 2.0) / 3,
+        "skew_max": 2.0,
+        "max_slot_assignments": 6,
+        "critical_work_proxy": 6 + 1,
+    }
+    every = [(first, 2), (second, 2), (nothing, 2)]
+    for own in range(3):
+        others = [rank for place, rank in enumerate(every) if place != own]
+        assert expert_balance(*every[own], Together(others)) == pytest.approx(expected)
