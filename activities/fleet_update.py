@@ -97,7 +97,7 @@ async def _round(
             await stack.enter_async_context(aclosing(update))
         for phase in Phase:
             with trace.part(phase.value):
-                if phase is Phase.LOAD and not order.weights.on_disk:
+                if phase is Phase.LOAD and order.weights.transport != "disk":
                     await send_buckets(site, order, updates, trace)
                 else:
                     await _everywhere(updates, phase, trace)

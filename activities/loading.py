@@ -21,7 +21,7 @@ from enum import StrEnum
 from activities.multiplier import infra_timeout_multiplier
 from activities.site import Site, store_of
 from activities.storage.lease import require_epoch
-from activities.wire.contract import MemoryTag
+from activities.wire.contract import InitWeightsUpdateGroup, MemoryTag
 from activities.wire.digest import weights_digest
 from activities.wire.memory_marks import memory_state
 from configs.run import RunSpec
@@ -33,6 +33,7 @@ from models.publication import (
     EngineConfirmation,
     EngineFailure,
     WeightBucket,
+    WeightChannel,
     WeightsRef,
 )
 
@@ -120,12 +121,26 @@ class EngineUpdate:
         """``take``, with an engine's failure kept in ``error`` and ``failure``, not raised."""
         await self._tried(phase, self.take(phase))
 
-    async def attempt_bucket(self, bucket: WeightBucket) -> None:
-        """A part of the load phase: open one bucket of the order's weights, in their order.
+    async def attempt_open(self, bucket: WeightBucket) -> None:
+        """A part of the load phase: open one bucket in the trainer's memory.
 
-        Failures are kept as by ``attempt``.
+        Buckets come in their order, the last one with the version. Failures are kept as by
+        ``attempt``.
         """
-        await self._tried(Phase.LOAD, self._take_bucket(bucket))
+        await self._tried(Phase.LOAD, self._open(bucket))
+
+    async def attempt_join(self, channel: WeightChannel, rank: int) -> None:
+        """Before the load phase: join a group, the engine's first process as ``rank``."""
+        await self._tried(Phase.LOAD, self._join(channel, rank))
+
+    async def attempt_receive(self, bucket: WeightBucket, channel: WeightChannel) -> None:
+        """``attempt_open`` for a bucket that is being broadcast."""
+        await self._tried(Phase.LOAD, self._receive(bucket, channel))
+
+    def give_up(self, error: ServiceUnreachable) -> None:
+        """Count the engine as failed in the load phase, if it has not failed before."""
+        if self.failure is None:
+            self._fail(Phase.LOAD, error)
 
     @property
     def is_due(self) -> bool:
@@ -136,13 +151,16 @@ class EngineUpdate:
         try:
             await step
         except (ContractViolation, ServiceUnreachable) as error:
-            self.error = error
-            self.failure = EngineFailure(
-                engine=self.engine.name,
-                incarnation=self.engine.incarnation,
-                phase=phase.value,
-                error=error.message,
-            )
+            self._fail(phase, error)
+
+    def _fail(self, phase: Phase, error: ContractViolation | ServiceUnreachable) -> None:
+        self.error = error
+        self.failure = EngineFailure(
+            engine=self.engine.name,
+            incarnation=self.engine.incarnation,
+            phase=phase.value,
+            error=error.message,
+        )
 
     async def aclose(self) -> None:
         """Close the connections."""
@@ -172,16 +190,46 @@ class EngineUpdate:
             order.weights.path, order.weights.version, order.timeout_s
         )
 
-    async def _take_bucket(self, bucket: WeightBucket) -> None:
-        weights = self._order.weights
-        last = bucket.index == weights.num_buckets - 1
+    async def _open(self, bucket: WeightBucket) -> None:
+        version = self._version_of(bucket)
         await self._client.update_weights_from_tensor(
             bucket.handles,
             self.engine.gpus or (CPU,),
-            weights.version if last else None,
-            max(0.0, self._deadline - asyncio.get_running_loop().time()),
-            flush_cache=last,
+            version,
+            self._seconds_left,
+            flush_cache=version is not None,
         )
+
+    async def _join(self, channel: WeightChannel, rank: int) -> None:
+        group = InitWeightsUpdateGroup(
+            master_address=channel.address,
+            master_port=channel.port,
+            rank_offset=rank,
+            world_size=channel.world,
+            group_name=channel.name,
+            backend=channel.backend,
+        )
+        await self._client.init_weights_update_group(group, timeout_s=self._seconds_left)
+
+    async def _receive(self, bucket: WeightBucket, channel: WeightChannel) -> None:
+        version = self._version_of(bucket)
+        self._client.adopt_weights_update_group(channel.name)
+        await self._client.update_weights_from_distributed(
+            channel.name,
+            bucket.tensors,
+            version,
+            self._seconds_left,
+            flush_cache=version is not None,
+        )
+
+    def _version_of(self, bucket: WeightBucket) -> int | None:
+        """What the engine serves once it has the bucket; None while more of them follow."""
+        weights = self._order.weights
+        return weights.version if bucket.index == weights.num_buckets - 1 else None
+
+    @property
+    def _seconds_left(self) -> float:
+        return max(0.0, self._deadline - asyncio.get_running_loop().time())
 
     async def _verify(self) -> None:
         weights = self._order.weights

@@ -172,7 +172,7 @@ def _report(
         engines=updated.confirmations,
         replaced=updated.replaced,
         mode=spec.core.publication_mode,
-        transport="disk" if weights.on_disk else spec.publication_transport,
+        transport=weights.transport,
         num_buckets=max(1, weights.num_buckets),
         folder_seconds=seconds[FOLDER],
         boundary_seconds=seconds[BOUNDARY],

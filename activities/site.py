@@ -8,13 +8,13 @@ from typing import Any, Protocol
 from activities.reporting import ReportForwarder
 from activities.storage import layout
 from activities.storage.store import Store
-from activities.wire.contract import MemoryTag, PauseMode
+from activities.wire.contract import InitWeightsUpdateGroup, MemoryTag, PauseMode
 from configs.load import document_sha256, resolve_document
 from configs.run import RunSpec
 from models.errors import DigestMismatch
 from models.ids import FenceToken, RunRef
 from models.ports import FleetPort, Tracker
-from models.publication import ChecksumKind
+from models.publication import ChecksumKind, TensorMeta
 from models.routing import RouterState, RoutingTable
 
 
@@ -59,6 +59,28 @@ class EngineControl(Protocol):
         flush_cache: bool = True,
     ) -> None:
         """Load what handles of another process's memory hold; serve it as ``version``, if given."""
+        ...
+
+    async def init_weights_update_group(
+        self, group: InitWeightsUpdateGroup, *, timeout_s: float
+    ) -> None:
+        """Join a group whose rank 0 sends weights."""
+        ...
+
+    def adopt_weights_update_group(self, name: str) -> None:
+        """Count on a group that the engine has joined at another client's request."""
+        ...
+
+    async def update_weights_from_distributed(
+        self,
+        group: str,
+        tensors: Sequence[TensorMeta],
+        version: int | None,
+        timeout_s: float,
+        *,
+        flush_cache: bool = True,
+    ) -> None:
+        """Receive what rank 0 of the group broadcasts; serve it as ``version``, if given."""
         ...
 
     async def checksums(self, kind: ChecksumKind = "xxh3_64") -> dict[str, str]:

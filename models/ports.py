@@ -15,7 +15,7 @@ from models.checkpoint import CheckpointFile
 from models.evaluation import EvaluateRequest, EvaluationReport, ExportReport
 from models.ids import FenceToken, RunRef
 from models.prompt import DataState
-from models.publication import WeightBucket, WeightsRef
+from models.publication import WeightBucket, WeightChannel, WeightsRef
 from models.rollout import CollectRequest, RolloutCollection
 from models.run import PrepareReport, PrepareRequest
 from models.update import UpdateReport
@@ -58,6 +58,16 @@ class ServingReport(Frozen):
     metrics: dict[str, float]
 
 
+class EngineHandle(Frozen):
+    """A live engine server."""
+
+    name: str
+    url: str
+    incarnation: int
+    gpus: tuple[str, ...] = ()
+    """Devices that its processes see, as CUDA counts them on its host; none on a CPU."""
+
+
 class TrainerPort(Protocol):
     """The optimizer. One mutating call at a time; ``progress`` answers during one."""
 
@@ -79,6 +89,31 @@ class TrainerPort(Protocol):
         """Fill one bucket of what was offered; the one before it is given up.
 
         ``version`` must be the current one.
+        """
+        ...
+
+    async def open_channel(
+        self, token: FenceToken, engines: tuple[EngineHandle, ...], timeout_s: float
+    ) -> WeightChannel:
+        """A group for broadcasts to exactly these engines; one that is connected is used again.
+
+        ``timeout_s``: seconds for its members to meet, and for each broadcast.
+        """
+        ...
+
+    async def connect_channel(self, token: FenceToken, name: str) -> None:
+        """Meet the engines, which are joining the group ``name`` meanwhile.
+
+        Raises ``ServiceUnreachable`` when one does not come.
+        """
+        ...
+
+    async def broadcast_bucket(
+        self, token: FenceToken, version: int, index: int, name: str
+    ) -> None:
+        """Send the bucket that is packed to the group ``name``, whose engines are receiving it.
+
+        Raises ``ServiceUnreachable`` when one does not take it; the group is given up then.
         """
         ...
 
@@ -152,16 +187,6 @@ class ProducerPort(Protocol):
     async def progress(self) -> StageProgress:
         """What the running call has done so far."""
         ...
-
-
-class EngineHandle(Frozen):
-    """A live engine server."""
-
-    name: str
-    url: str
-    incarnation: int
-    gpus: tuple[str, ...] = ()
-    """Devices that its processes see, as CUDA counts them on its host; none on a CPU."""
 
 
 class RouterHandle(Frozen):

@@ -30,8 +30,10 @@ class WeightsRef(Carried):
     The same lines follow from an engine's ``/weights_checker`` checksums of its live tensors."""
     checksum: ChecksumKind = "xxh3_64"
     """What the hex digits are."""
+    transport: Transport = "disk"
+    """How engines take them: ``disk`` needs the folder only, the others the trainer's help."""
     num_buckets: int = 0
-    """How many buckets the trainer sends them in; 0: engines load the folder."""
+    """How many buckets the trainer sends them in."""
     num_tensors: int
     num_bytes: int
     dtype: str
@@ -62,6 +64,19 @@ class WeightBucket(Frozen):
     """GPU as CUDA counts them on the host, or ``CPU`` -> base64 of a handle of the copy there.
 
     It lives until the next bucket is packed."""
+
+
+class WeightChannel(Frozen):
+    """A process group for broadcasts: rank 0 is the trainer, the others are engines' processes."""
+
+    name: str
+    address: str
+    port: int
+    """Where its members find each other."""
+    world: int
+    backend: str
+    connected: bool = False
+    """Every member has joined it already."""
 
 
 class PublishRequest(Frozen):

@@ -164,6 +164,10 @@ class EngineControls(EngineConnection):
         await self._succeed(INIT_WEIGHTS_UPDATE_GROUP, group.model_dump(), timeout_s)
         self._guard.opened_group(group.group_name)
 
+    def adopt_weights_update_group(self, name: str) -> None:
+        """Count on a group that the engine has joined at another client's request."""
+        self._guard.opened_group(name)
+
     async def destroy_weights_update_group(
         self, name: str, *, timeout_s: float = CONTROL_TIMEOUT_S
     ) -> None:

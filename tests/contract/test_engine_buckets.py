@@ -1,5 +1,6 @@
 """Weights that an engine takes from another process's memory, bucket by bucket."""
 
+import asyncio
 from contextlib import aclosing
 from pathlib import Path
 
@@ -8,11 +9,14 @@ import torch
 from safetensors.torch import load_file
 
 from activities.wire.client import EngineClient
+from activities.wire.contract import InitWeightsUpdateGroup
 from activities.wire.digest import weights_digest
 from models.errors import ContractViolation
+from models.ports import EngineHandle
 from models.publication import CPU
 from tests.support.served_engine import ServedEngine
 from workers.trainers.buckets import WireWeights
+from workers.trainers.channel import Channel
 from workers.trainers.handles import SharedMemory
 
 DEADLINE_S = 60.0
@@ -49,9 +53,7 @@ async def test_buckets_bring_the_weights_of_a_folder_without_it(
             for number, plan in enumerate(plans):
                 assert (await client.model_info())["weight_version"] == before
                 last = number == len(plans) - 1
-                memory = SharedMemory(
-                    plan.num_bytes, torch.device(device), lambda _: tmp_path / "bucket"
-                )
+                memory = SharedMemory(plan.num_bytes, weights.device, lambda _: tmp_path / "bucket")
                 weights.pack(plan, memory.data)
                 await client.update_weights_from_tensor(
                     {CPU: memory.handle(plan.tensors)},
@@ -69,6 +71,51 @@ async def test_buckets_bring_the_weights_of_a_folder_without_it(
             await client.update_weights_from_disk(str(folder), version, DEADLINE_S)
             assert await client.checksums() == by_file
             await client.resume()
+
+
+async def test_buckets_are_broadcast_to_an_engine(any_engine: ServedEngine, tmp_path: Path) -> None:
+    """Twice through one group; the native engine has no such call and says so."""
+    url = str(any_engine.http.base_url)
+    on_gpu = torch.cuda.is_available()
+    channel = Channel([EngineHandle(name="engine-0", url=url, incarnation=0)], DEADLINE_S)
+    info = channel.info
+    group = InitWeightsUpdateGroup(
+        master_address=info.address,
+        master_port=info.port,
+        rank_offset=1,
+        world_size=info.world,
+        group_name=info.name,
+        backend=info.backend,
+    )
+    async with aclosing(EngineClient(url)) as client:
+        if any_engine.kind == "native":
+            with pytest.raises(ContractViolation, match="404"):
+                await client.init_weights_update_group(group)
+            return
+        joining = asyncio.create_task(client.init_weights_update_group(group))
+        await asyncio.to_thread(channel.connect)
+        await joining
+        for version, folder in ((27, any_engine.folders[1]), (28, any_engine.folders[0])):
+            weights = weights_of(folder, "cuda" if on_gpu else "cpu", file_dtype(folder))
+            plans = weights.plan(limit_bytes=30_000)
+            await client.pause("abort")
+            for number, plan in enumerate(plans):
+                last = number == len(plans) - 1
+                memory = SharedMemory(plan.num_bytes, weights.device, lambda _: tmp_path / "bucket")
+                weights.pack(plan, memory.data)
+                sending = asyncio.to_thread(channel.broadcast, memory.data)
+                taking = client.update_weights_from_distributed(
+                    info.name,
+                    plan.tensors,
+                    version if last else None,
+                    DEADLINE_S,
+                    flush_cache=last,
+                )
+                await asyncio.gather(sending, taking)
+            assert (await client.model_info())["weight_version"] == str(version)
+            assert weights_digest(await client.checksums("fingerprint")) == weights.digest()
+            await client.resume()
+    channel.close()
 
 
 async def test_a_handle_for_another_gpu_is_not_sent(any_engine: ServedEngine) -> None:

@@ -22,8 +22,8 @@ from models.checkpoint import CheckpointFile, PolicyClock
 from models.errors import ContractViolation, StaleFence, TrainerLost
 from models.evaluation import ExportReport
 from models.ids import FenceToken
-from models.ports import StageProgress
-from models.publication import WeightBucket, WeightsRef
+from models.ports import EngineHandle, StageProgress
+from models.publication import WeightBucket, WeightChannel, WeightsRef
 from models.rollout import RolloutCollection
 from models.update import UpdateReport
 from workers.actors.order import (
@@ -118,6 +118,23 @@ class TrainerActor:
     def drop_bucket(self, token: FenceToken) -> None:
         """See ``TrainerPort.drop_bucket``."""
         self._ready().drop_bucket(token)
+
+    @ray.method(concurrency_group="work")
+    def open_channel(
+        self, token: FenceToken, engines: tuple[EngineHandle, ...], timeout_s: float
+    ) -> WeightChannel:
+        """See ``TrainerPort.open_channel``."""
+        return self._ready().open_channel(token, engines, timeout_s)
+
+    @ray.method(concurrency_group="work")
+    def connect_channel(self, token: FenceToken, name: str) -> None:
+        """See ``TrainerPort.connect_channel``."""
+        self._ready().connect_channel(token, name)
+
+    @ray.method(concurrency_group="work")
+    def broadcast_bucket(self, token: FenceToken, version: int, index: int, name: str) -> None:
+        """See ``TrainerPort.broadcast_bucket``."""
+        self._ready().broadcast_bucket(token, version, index, name)
 
     @ray.method(concurrency_group="work")
     def save(self, token: FenceToken, folder: str) -> tuple[CheckpointFile, ...]:

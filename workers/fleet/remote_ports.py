@@ -4,9 +4,9 @@ from activities.rollout.in_flight import ABORT_JOIN_S, JOIN_S
 from models.checkpoint import CheckpointFile
 from models.evaluation import EvaluateRequest, EvaluationReport, ExportReport
 from models.ids import FenceToken
-from models.ports import ServingReport, StageProgress
+from models.ports import EngineHandle, ServingReport, StageProgress
 from models.prompt import DataState
-from models.publication import WeightBucket, WeightsRef
+from models.publication import WeightBucket, WeightChannel, WeightsRef
 from models.rollout import CollectRequest, RolloutCollection
 from models.update import UpdateReport
 from workers.fleet.calls import QUICK_TIMEOUT_S, RemoteActor
@@ -49,6 +49,25 @@ class RemoteTrainer:
             "pack_bucket", token, version, index, timeout_s=None
         )
         return bucket
+
+    async def open_channel(
+        self, token: FenceToken, engines: tuple[EngineHandle, ...], timeout_s: float
+    ) -> WeightChannel:
+        """See ``TrainerPort``."""
+        channel: WeightChannel = await self._actor.call(
+            "open_channel", token, engines, timeout_s, timeout_s=None
+        )
+        return channel
+
+    async def connect_channel(self, token: FenceToken, name: str) -> None:
+        """See ``TrainerPort``."""
+        await self._actor.call("connect_channel", token, name, timeout_s=None)
+
+    async def broadcast_bucket(
+        self, token: FenceToken, version: int, index: int, name: str
+    ) -> None:
+        """See ``TrainerPort``."""
+        await self._actor.call("broadcast_bucket", token, version, index, name, timeout_s=None)
 
     async def drop_bucket(self, token: FenceToken) -> None:
         """See ``TrainerPort``."""

@@ -46,6 +46,11 @@ class WireWeights:
     family: str
     dtype: torch.dtype
 
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors lie."""
+        return next(iter(self.weights.values())).device
+
     def plan(self, limit_bytes: int) -> tuple[BucketPlan, ...]:
         """Every tensor once, in the order of memory, in buckets of at most ``limit_bytes``."""
         plans: list[BucketPlan] = []

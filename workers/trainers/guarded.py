@@ -8,7 +8,8 @@ repeated call waits for the running one and is answered from its record; ``expor
 import shutil
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,14 +17,15 @@ from activities.fencing import FenceGuard
 from activities.storage.atomic import storage_errors
 from activities.storage.store import Store
 from models.checkpoint import CheckpointFile, PolicyClock
-from models.errors import ContractViolation
+from models.errors import ContractViolation, ServiceUnreachable
 from models.evaluation import ExportReport
 from models.ids import FenceToken
-from models.ports import StageProgress
-from models.publication import WeightBucket, WeightsRef
+from models.ports import EngineHandle, StageProgress
+from models.publication import WeightBucket, WeightChannel, WeightsRef
 from models.rollout import RolloutCollection
 from models.update import UpdateReport
 from workers.sources.prompts import load_prompts
+from workers.trainers.channel import Channel
 from workers.trainers.commands import (
     Command,
     DropBucket,
@@ -57,6 +59,7 @@ class GuardedTrainer:
         self._lock = threading.Lock()
         self._exports: list[WeightsRef] = []
         self._export_base: Path | None = None
+        self._channel: Channel | None = None
         self._final_exports: dict[tuple[str, int], ExportReport] = {}
 
     @property
@@ -144,6 +147,44 @@ class GuardedTrainer:
             self._fence.admit(token)
             self._lead(DropBucket())
 
+    def open_channel(
+        self, token: FenceToken, engines: Sequence[EngineHandle], timeout_s: float
+    ) -> WeightChannel:
+        """The group for broadcasts to exactly these engines: the one that is connected, or a new.
+
+        ``timeout_s``: seconds for its members to meet, and for each broadcast.
+        """
+        with self._lock:
+            self._fence.admit(token)
+            known = self._channel
+            if known is not None and known.serves(engines):
+                return known.info
+            self._close_channel()
+            self._channel = Channel(engines, timeout_s)
+            return self._channel.info
+
+    def connect_channel(self, token: FenceToken, name: str) -> None:
+        """Meet the engines in the group ``name``; they must be on their way.
+
+        Raises:
+            ServiceUnreachable: one does not come.
+        """
+        with self._lock:
+            self._fence.admit(token)
+            with self._opened(name) as channel:
+                channel.connect()
+
+    def broadcast_bucket(self, token: FenceToken, version: int, index: int, name: str) -> None:
+        """Send the bucket that is packed to every engine in the group ``name``.
+
+        Raises:
+            ServiceUnreachable: an engine does not take it; the group is of no use any more.
+        """
+        with self._lock:
+            self._fence.admit(token)
+            with self._opened(name) as channel:
+                channel.broadcast(self._trainer.packed(version, index))
+
     def save(self, token: FenceToken, folder: str) -> tuple[CheckpointFile, ...]:
         """Write the trainer's state into ``folder`` (relative to the root)."""
         with self._lock:
@@ -183,6 +224,7 @@ class GuardedTrainer:
     def close(self) -> None:
         """Remove this process's exports and end the other ranks."""
         with self._lock:
+            self._close_channel()
             if self._gang is not None:
                 self._gang.close()
             self._drop_exports()
@@ -226,6 +268,23 @@ class GuardedTrainer:
             question=first.metadata.query,
             max_new_tokens=self._trainer.spec.inference.max_response_length,
         )
+
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[Channel]:
+        """The group ``name``; given up when the block fails."""
+        channel = self._channel
+        if channel is None or channel.info.name != name:
+            raise ContractViolation(f"there is no group {name}: it failed, or another was opened")
+        try:
+            yield channel
+        except ServiceUnreachable:
+            self._close_channel()
+            raise
+
+    def _close_channel(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
 
     def _keep(self, ref: WeightsRef) -> None:
         """Remember the newest export; folders but the two newest are removed."""

@@ -38,6 +38,7 @@ class SharedMemory:
             self.data = torch.empty(size, dtype=torch.uint8, device=device)
             return
         self._file = file(size)
+        self._file.parent.mkdir(parents=True, exist_ok=True)
         self._file.unlink(missing_ok=True)  # an engine may still have the former one open
         with self._file.open("xb") as created:
             created.truncate(size)

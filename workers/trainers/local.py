@@ -13,6 +13,7 @@ from typing import Any
 
 import structlog
 import torch
+from torch import Tensor
 
 from activities.storage.store import Store
 from configs.run import RunSpec
@@ -191,6 +192,10 @@ class LocalTrainer:
         self._require_version(version)
         self._progress = StageProgress(stage="send weights", done=index, detail=f"v{version}")
         return self._require_sender().pack(version, index)
+
+    def packed(self, version: int, index: int) -> Tensor:
+        """[bytes] uint8 of the bucket that is packed; see ``WeightSender.flat``."""
+        return self._require_sender().flat(version, index)
 
     def drop_bucket(self) -> None:
         """Give up what the last bucket holds."""
