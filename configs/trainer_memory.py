@@ -6,6 +6,7 @@ width K, feed-forward width I. Arithmetic in bfloat16 keeps the residual stream 
 
     float32               24 H + 16 Q + 16 K + 16 I
     bfloat16              26 H + 10 Q + 10 K +  8 I
+    bfloat16, on a GPU    12 H +  8 Q +  8 K +  8 I     norms are kernels
     bfloat16, compiled    10 H +  6 Q +  6 K +  6 I     norms are computed again
     checkpointing          4 H                          and one layer as above at a time
 
@@ -26,6 +27,7 @@ GPU_CHUNK_TOKENS = 8192
 """A chunk adds to the head's gradient once: fewer, larger ones move less memory."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 _KEPT = {"float32": (24, 16, 16, 16), "bfloat16": (26, 10, 10, 8)}
+_KEPT_ON_GPU = _KEPT | {"bfloat16": (12, 8, 8, 8)}
 _KEPT_COMPILED = (10, 6, 6, 6)
 _KEPT_BY_CHECKPOINTING = 4
 """Bytes of each element of the residual stream, which is float32."""
@@ -53,13 +55,14 @@ class TrainerMemory:
 def trainer_memory(spec: RunSpec, shape: "ModelShape", *, on_gpu: bool) -> TrainerMemory:
     """What training a model of ``shape`` takes."""
     states, logits = trainer_bytes(spec, shape.num_parameters, shape.vocab_size, on_gpu=on_gpu)
-    return TrainerMemory(states, activation_bytes(spec, shape), logits)
+    return TrainerMemory(states, activation_bytes(spec, shape, on_gpu=on_gpu), logits)
 
 
-def activation_bytes(spec: RunSpec, shape: "ModelShape") -> int:
+def activation_bytes(spec: RunSpec, shape: "ModelShape", *, on_gpu: bool) -> int:
     """What layers keep of ``trainer.micro_batch_tokens`` tokens; 0 for unknown widths."""
     trainer = spec.trainer
-    kept = _KEPT_COMPILED if trainer.compile else _KEPT[trainer.compute_dtype]
+    eager = (_KEPT_ON_GPU if on_gpu else _KEPT)[trainer.compute_dtype]
+    kept = _KEPT_COMPILED if trainer.compile else eager
     widths = (
         shape.hidden_size,
         shape.num_heads * shape.head_dim,

@@ -28,6 +28,7 @@ from workers.trainers.local import LocalTrainer
 from workers.trainers.log_softmax import CompiledSoftmax, SlicedSoftmax
 from workers.trainers.logprobs import Scorer
 from workers.trainers.loss import LossSettings
+from workers.trainers.norms import fuse_norms
 from workers.trainers.ranks import SingleRank
 from workers.trainers.step_loss import StepLoss, UpdateTokens
 from workers.trainers.tally import UpdateTally
@@ -117,12 +118,14 @@ def errors(found, exact):
 
 def test_compiled_and_repeated_layers_add_nothing_to_the_error_of_bfloat16():
     exact = logprobs_and_gradient(make_model().double(), torch.float64)
-    ways = {"plain": (), "again": ("again",), "compiled": ("compiled",)}
+    ways = {name: (name,) for name in ("plain", "again", "compiled", "norms")}
     ways["both"] = ("compiled", "again")
     seen = {}
     for name, parts in ways.items():
         model = make_model()
         use_document_attention(model)
+        if "norms" in parts:
+            assert fuse_norms(model) == 3 * 4 + 1
         if "compiled" in parts:
             compile_layers(model)
         if "again" in parts:

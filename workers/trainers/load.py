@@ -18,6 +18,7 @@ from workers.sources.expert_names import FUSED_FAMILIES, file_weights
 from workers.trainers.decoder_layers import compile_layers, recompute_layers
 from workers.trainers.documents import Document, collate_documents
 from workers.trainers.logprobs import Scorer
+from workers.trainers.norms import fuse_norms
 from workers.trainers.packing import Response, Row, collate
 from workers.trainers.routing import Routing
 from workers.trainers.row_layout import Packing, prepare_packing
@@ -55,12 +56,23 @@ def load_policy(spec: RunSpec, model_dir: Path) -> Any:
     _refuse_other_names(model, model_dir)
     _refuse_short_windows(spec, model.config)
     model.to(device).eval().requires_grad_(True)
-    _refuse_foreign_head(model, lambda: prepare_packing(spec, model))
+    _refuse_foreign_head(model, lambda: prepare_layers(spec, model))
     if spec.trainer.compile:
         compile_layers(model)
     if spec.trainer.activation_checkpointing:
         recompute_layers(model)
     return model
+
+
+def prepare_layers(spec: RunSpec, model: Any) -> Packing:
+    """Let a loaded ``model`` compute what the run feeds it; raises as ``prepare_packing``.
+
+    On a CPU a norm by torch's kernel is as many operations as before.
+    """
+    packing = prepare_packing(spec, model)
+    if next(model.parameters()).is_cuda and not spec.trainer.compile:
+        fuse_norms(model)
+    return packing
 
 
 def attention_of(spec: RunSpec) -> str:

@@ -7,8 +7,7 @@ import torch
 
 from configs.run import RunSpec
 from workers.trainers.decoder_layers import compile_layers
-from workers.trainers.load import EXPERTS, attention_of, load_model
-from workers.trainers.row_layout import prepare_packing
+from workers.trainers.load import EXPERTS, attention_of, load_model, prepare_layers
 
 
 def load_reference(spec: RunSpec, model_dir: Path, device: torch.device) -> Any | None:
@@ -22,7 +21,7 @@ def load_reference(spec: RunSpec, model_dir: Path, device: torch.device) -> Any 
     model = load_model(model_dir, attention=attention_of(spec), experts=EXPERTS[device.type])
     # what is compiled for the policy serves a model whose parameters look alike
     model.to(device).eval().requires_grad_(spec.trainer.compile)
-    prepare_packing(spec, model)
+    prepare_layers(spec, model)
     if spec.trainer.compile:
         compile_layers(model)
     return model

@@ -6,12 +6,13 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from configs.memory import ModelShape
 from configs.trainer_memory import activation_bytes, trainer_bytes, trainer_memory
-from workers.trainers import document_attention
+from workers.trainers import document_attention, norms
 from workers.trainers.decoder_layers import compile_layers, recompute_layers
 from workers.trainers.device_memory import PeakMemory, expected_memory
 from workers.trainers.document_attention import use_document_attention
 from workers.trainers.documents import Document, collate_documents
 from workers.trainers.logprobs import Scorer
+from workers.trainers.norms import fuse_norms
 
 pytestmark = [  # what torch's compiler sets off by itself
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not:UserWarning"),
@@ -42,6 +43,19 @@ keeps_inputs_and_output.register_autograd(
 )
 
 
+@torch.library.custom_op("perdure_tests::rms_norm", mutates_args=())
+def keeps_input(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Stands for the kernel of norms."""
+    return hidden.clone()
+
+
+keeps_input.register_fake(lambda hidden, weight: torch.empty_like(hidden))
+keeps_input.register_autograd(
+    lambda ctx, gradient: (gradient + ctx.saved_tensors[0], gradient.flatten(0, -2).sum(0)),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
 def config_of(widths, layers):
     hidden, heads, kv_heads, size, feed_forward = widths
     config = Qwen3Config(
@@ -57,10 +71,13 @@ def config_of(widths, layers):
     return config
 
 
-def kept_bytes(widths, layers, dtype, compiled, again):
+def kept_bytes(widths, layers, dtype, how, again):
     """Of a forward: storages of as many elements a token as they have, weights left out."""
     model = AutoModelForCausalLM.from_config(config_of(widths, layers), dtype=torch.float32).eval()
     use_document_attention(model)
+    compiled = how == "compiled"
+    if how == "on a GPU":
+        fuse_norms(model)
     if compiled:
         torch._dynamo.reset()
         compile_layers(model, "aot_eager_decomp_partition")
@@ -83,16 +100,18 @@ def kept_bytes(widths, layers, dtype, compiled, again):
 
 @pytest.mark.parametrize("widths", WIDTHS)
 @pytest.mark.parametrize(
-    ("dtype", "compiled", "again"),
+    ("dtype", "how", "again"),
     [
-        ("float32", False, False),
-        ("bfloat16", False, False),
-        ("bfloat16", True, False),
-        ("bfloat16", False, True),
-        ("bfloat16", True, True),
+        ("float32", "on a CPU", False),
+        ("bfloat16", "on a CPU", False),
+        ("bfloat16", "on a GPU", False),
+        ("bfloat16", "compiled", False),
+        ("bfloat16", "on a CPU", True),
+        ("bfloat16", "on a GPU", True),
+        ("bfloat16", "compiled", True),
     ],
 )
-def test_layers_keep_what_is_estimated(make_spec, monkeypatch, widths, dtype, compiled, again):
+def test_layers_keep_what_is_estimated(make_spec, monkeypatch, widths, dtype, how, again):
     torch_dtype = getattr(torch, dtype)
     monkeypatch.setattr(document_attention, "kernel_dtype", lambda query, value: torch_dtype)
     monkeypatch.setattr(
@@ -100,10 +119,14 @@ def test_layers_keep_what_is_estimated(make_spec, monkeypatch, widths, dtype, co
         "attend",
         lambda query, key, value, bounds, scale: keeps_inputs_and_output(query, key, value),
     )
-    seen = [kept_bytes(widths, layers, torch_dtype, compiled, again) for layers in (2, 4)]
+    if how == "on a GPU":
+        kernel = lambda hidden, shape, weight, eps: keeps_input(hidden, weight)  # noqa: E731
+        monkeypatch.setattr(norms, "_is_rms_norm", lambda module, eps: True)
+        monkeypatch.setattr(norms.functional, "rms_norm", kernel)
+    seen = [kept_bytes(widths, layers, torch_dtype, how, again) for layers in (2, 4)]
     trainer = {
         "compute_dtype": dtype,
-        "compile": compiled,
+        "compile": how == "compiled",
         "activation_checkpointing": again,
         "micro_batch_tokens": TOKENS,
     }
@@ -112,6 +135,7 @@ def test_layers_keep_what_is_estimated(make_spec, monkeypatch, widths, dtype, co
         activation_bytes(
             make_spec(trainer=trainer),
             ModelShape(0, 0, layers, kv_heads, size, 60, 0, hidden, heads, feed_forward),
+            on_gpu=how == "on a GPU",
         )
         for layers in (2, 4)
     ]
@@ -131,7 +155,7 @@ def test_what_a_process_holds_by_hand(make_spec):
     shape = ModelShape(1000, 1000, 3, 2, 8, 500, 0, 32, 4, 64)
     held = trainer_memory(spec, shape, on_gpu=True)
     assert held.states == 18 * 1000
-    layer = 26 * 32 + 10 * 32 + 10 * 16 + 8 * 64
+    layer = 12 * 32 + 8 * 32 + 8 * 16 + 8 * 64
     assert held.activations == 100 * (3 * layer + layer)
     assert held.logits == 50 * 500 * (2 + 12)
     assert held.of_process(2) == 9000 + held.activations + held.logits
