@@ -1,4 +1,4 @@
-"""The session's Temporal dev server, shared by every test that needs one."""
+"""The session's Temporal dev server, and how several workers share the tests."""
 
 import os
 import secrets
@@ -6,6 +6,7 @@ import shutil
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from temporalio.client import Client
@@ -15,7 +16,8 @@ from temporalio.testing import WorkflowEnvironment
 from workers.plugin import perdure_plugin
 
 # Ray reads these at its first import, in whichever test that is: it joins a cluster on loopback by
-# a loopback address, with the token of the session's own head. OpenMP reads its own with torch.
+# a loopback address, with the token of the session's own head. OpenMP reads its own with torch: the
+# workers of a session share the cores, with each other and with what tests start.
 os.environ |= {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -23,6 +25,7 @@ os.environ |= {
     "RAY_AUTH_TOKEN": secrets.token_hex(32),
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "OMP_WAIT_POLICY": "PASSIVE",
+    "OMP_NUM_THREADS": "1",
 }
 
 SEARCH_ATTRIBUTES = [
@@ -32,6 +35,22 @@ SEARCH_ATTRIBUTES = [
     SearchAttributeKey.for_keyword("ModelName"),
     SearchAttributeKey.for_keyword("RecipeName"),
 ]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """``pytest -n``: see ``FileScheduling``."""
+    from file_scheduling import FileScheduling
+
+    return FileScheduling(config, log)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Workers of ``pytest -n`` begin with what takes longest."""
+    if hasattr(config, "workerinput"):
+        from file_scheduling import clusters_first
+
+        clusters_first(items)
 
 
 @pytest.fixture(scope="session")
