@@ -12,12 +12,14 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from configs.inference import Argument
 from configs.load import resolve_document
 from configs.run import RunSpec
 from workers.engines.sglang.arguments import server_arguments, server_environment
@@ -84,14 +86,21 @@ def run_file(on_gpu: bool, mode: str = "disaggregated") -> RunSpec:
 
 @contextmanager
 def sglang_server(
-    model: Path, root: Path, mode: str = "disaggregated", **environment: str
+    model: Path,
+    root: Path,
+    mode: str = "disaggregated",
+    more: Mapping[str, Argument] = MappingProxyType({}),
+    **environment: str,
 ) -> Iterator[str]:
-    """Serve ``model`` and give the URL; the server has ended when the block has."""
+    """Serve ``model`` and give the URL; the server has ended when the block has.
+
+    ``more``: server arguments above those of the run file.
+    """
     python = sglang_python()
     assert python is not None, "no interpreter has SGLang"
     spec = run_file(sees_gpu(python), mode)
     config: dict[str, Any] = json.loads((model / "config.json").read_bytes())
-    arguments = server_arguments(spec, model, config, with_routes=True)
+    arguments = server_arguments(spec, model, config, with_routes=True) | more
     ready, log = root / "engine.json", root / "engine.log"
     command = [sys.executable, "-m", "workers.engines.sglang", "--exit-with-parent"]
     command += ["--arguments", json.dumps(arguments), "--ready-file", str(ready)]

@@ -15,6 +15,7 @@ from torch import Tensor
 from activities.wire.control import EngineControls
 from models.errors import ContractViolation
 from workers.engines.sglang.live_weights import file_tensors, process_tensors, xxh3_checksums
+from workers.fingerprint import fingerprints
 
 DENSE: dict[str, Any] = {
     "vocab_size": 100,
@@ -124,6 +125,12 @@ def test_one_process_names_what_the_files_hold(base: dict[str, Any], padding: in
     files = model_files(base, torch.bfloat16)
     live = cut_parameters(files, base, 0, 1, padding)
     assert xxh3_checksums(file_tensors(live, base)) == expected(files)
+
+
+async def test_every_hash_is_of_the_whole_tensors(pool: RankPool) -> None:
+    files = model_files(MIXTURE, torch.bfloat16)
+    answers = pool.run(cases.answer, files, MIXTURE, 1, None, 0, fingerprints)
+    assert await merged(answers) == fingerprints(files.items())
 
 
 async def test_a_byte_in_one_part_changes_the_checksum_of_its_tensor(pool: RankPool) -> None:
