@@ -126,10 +126,11 @@ def _sample_problem(sample: Sample) -> str | None:
     problem = _mask_problem(sample)
     if problem is not None:
         return problem
-    active = sample.loss_mask or [1] * len(ids)
-    for position, (logprob, counts) in enumerate(zip(logprobs, active, strict=True)):
-        if counts and not math.isfinite(logprob):
-            return f"logprobs[{position}] is {logprob}"
+    if not all(map(math.isfinite, logprobs)):  # without a line of Python for each token
+        active = sample.loss_mask or [1] * len(ids)
+        for position, (logprob, counts) in enumerate(zip(logprobs, active, strict=True)):
+            if counts and not math.isfinite(logprob):
+                return f"logprobs[{position}] is {logprob}"
     if sample.finish_reason is FinishReason.ABORT:
         return "finish_reason is abort: the response is partial"
     if not sample.spans:

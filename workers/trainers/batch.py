@@ -65,7 +65,7 @@ class TrainingBatch:
         """
         samples: list[TrainingSample] = []
         behavior: list[float] = []
-        masks: list[list[int]] = []
+        masks: list[Tensor] = []
         for position, group in enumerate(groups):
             if len(group.advantages) != len(group.samples):
                 raise ContractViolation(
@@ -86,7 +86,7 @@ class TrainingBatch:
                     )
                 )
                 behavior.extend(sample.logprobs)
-                masks.append(sample.loss_mask or [1] * len(sample.response_token_ids))
+                masks.append(_mask(sample))
         if not samples:
             raise ContractViolation("the collection holds no samples")
         lengths = torch.tensor([len(s.response_ids) for s in samples], dtype=torch.long)
@@ -95,8 +95,8 @@ class TrainingBatch:
             samples=tuple(samples),
             behavior=torch.tensor(behavior, dtype=torch.float32),
             advantages=per_sample.repeat_interleave(lengths),
-            active=torch.tensor([bool(x) for mask in masks for x in mask], dtype=torch.bool),
-            active_counts=torch.tensor([sum(mask) for mask in masks], dtype=torch.long),
+            active=torch.cat(masks),
+            active_counts=torch.stack([mask.sum() for mask in masks]),
             versions=TokenVersions.of(groups),
             num_groups=len(groups),
             num_mixed_groups=len({s.group for s in samples if s.advantage != 0.0}),
@@ -220,6 +220,13 @@ def update_seed(seed: int, update: int) -> int:
     """The seed of everything random in one update: a function of the run's seed and the index."""
     digest = hashlib.sha256(f"{seed}:{update}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
+
+
+def _mask(sample: Sample) -> Tensor:
+    """[tokens] bool: which tokens of a response count."""
+    if sample.loss_mask is None:
+        return torch.ones(len(sample.response_token_ids), dtype=torch.bool)
+    return torch.tensor(sample.loss_mask, dtype=torch.bool)
 
 
 def _validate(group: SampleGroup, sample: Sample, advantage: float) -> None:
