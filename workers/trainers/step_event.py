@@ -16,7 +16,7 @@ PACKING = "packing"
 
 _STOPPING_MICROBATCHES = 0
 """Micro-batches of a loss that teaches when to stop, besides ``local_microbatches``: there is no
-such loss, and readers of the file add both."""
+such loss."""
 
 
 def optimizer_event(
