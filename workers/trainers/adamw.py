@@ -57,22 +57,25 @@ def last_step_norm(optimizer: torch.optim.AdamW, ranks: Ranks) -> float:
     """L2 norm of the step that all ranks just took, recomputed from the optimizer's state.
 
     With bias-corrected moments m and v: step = lr * m / (sqrt(v) + eps), and with decay w the old
-    parameter q = (p + step) / (1 - lr * w) moved by lr * w * q as well.
+    parameter q = (p + step) / (1 - lr * w) moved by lr * w * q as well. The corrections of both
+    moments are numbers and taken out of the fraction.
     """
     squares: list[Tensor] = []
     for group in optimizer.param_groups:
         beta1, beta2 = group["betas"]
         decay = group["lr"] * group["weight_decay"]
         for steps, parts in _by_steps(group["params"], optimizer):
-            rate = group["lr"] / (1 - beta1**steps)
             correction = math.sqrt(1 - beta2**steps)
+            scale = group["lr"] / (1 - beta1**steps) * correction
             for p, m, v in _batches(parts):
-                moved = _step_of(m, v, rate, correction, group["eps"])
+                moved = _direction(m, v, group["eps"] * correction)
                 if decay:
+                    torch._foreach_mul_(moved, scale)
                     before = torch._foreach_add(p, moved)
                     torch._foreach_mul_(before, decay / (1 - decay))
                     torch._foreach_add_(moved, before)
-                squares += torch._foreach_norm(moved)
+                norms = torch._foreach_norm(moved)
+                squares += norms if decay else torch._foreach_mul(norms, scale)
     if not squares:
         return _joint_norm(0.0, ranks)
     return _joint_norm(float(torch.stack(squares).double().norm()), ranks)
@@ -133,13 +136,8 @@ def _joint_norm(own: float, ranks: Ranks) -> float:
     return math.sqrt(float(ranks.all_reduce_sum(torch.tensor(own, dtype=torch.float64) ** 2)))
 
 
-def _step_of(
-    m: list[Tensor], v: list[Tensor], rate: float, correction: float, eps: float
-) -> list[Tensor]:
-    """Adam's step of some elements: rate * m / (sqrt(v) / correction + eps)."""
+def _direction(m: list[Tensor], v: list[Tensor], eps: float) -> list[Tensor]:
+    """Elements m / (sqrt(v) + eps): Adam's step but for a factor, in as few passes over memory."""
     divisors = torch._foreach_sqrt(v)
-    torch._foreach_div_(divisors, correction)
     torch._foreach_add_(divisors, eps)
-    moved = torch._foreach_mul(m, rate)
-    torch._foreach_div_(moved, divisors)
-    return list(moved)
+    return list(torch._foreach_div(m, divisors))
