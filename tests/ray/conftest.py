@@ -92,7 +92,7 @@ async def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-async def make_run(
+async def make_unprepared_run(
     fleet: RayFleet, model_folder: Path, tmp_path: Path
 ) -> AsyncIterator[Callable[..., Run]]:
     """Makes runs that are torn down after the test."""
@@ -107,3 +107,15 @@ async def make_run(
     yield make
     for run in made:
         await fleet.teardown(run.ref)
+
+
+@pytest.fixture
+def make_run(make_unprepared_run: Callable[..., Run]) -> Callable[..., Run]:
+    """Makes runs whose model and data are there already, as at every later start."""
+
+    def make(**sections: dict[str, Any]) -> Run:
+        run = make_unprepared_run(**sections)
+        run.prepare()
+        return run
+
+    return make

@@ -9,7 +9,7 @@ import pytest
 from fleet_rig import Run, statuses
 
 from models.errors import ConfigurationError, ServiceUnreachable
-from workers.fleet import RayFleet
+from workers.fleet import RayFleet, placement
 
 pytestmark = [
     pytest.mark.ray,
@@ -49,6 +49,12 @@ async def bring_up(fleet: RayFleet, run: Run) -> dict[str, tuple[str, ...]]:
     return {name: row.gpus for name, row in (await statuses(fleet, run)).items()}
 
 
+async def place_trainer(fleet: RayFleet, run: Run, timeout_s: float) -> None:
+    """Hold the GPUs of the run's trainer, as its start does, without a process on them."""
+    bundles = (placement.trainer_bundle(run.spec),)
+    await placement.place(fleet._cluster, run.ref.run_id, "trainer", bundles, timeout_s)
+
+
 @pytest.mark.parametrize("mode", ["disaggregated", "colocated"])
 async def test_every_process_sees_its_own_gpus(fleet: RayFleet, make_run, mode: str):
     run: Run = make_run(**sections(mode, processes=2, engines=2))
@@ -82,17 +88,19 @@ async def test_a_run_without_gpus_sees_none(fleet: RayFleet, make_run):
 
 async def test_gpus_that_others_hold_are_waited_for(fleet: RayFleet, make_run):
     holder: Run = make_run(**sections("colocated", processes=4, engines=4))
-    await bring_up(fleet, holder)
-    late: Run = make_run(**sections("colocated", 1, 1), launch={"startup_timeout_s": 5.0})
+    await place_trainer(fleet, holder, 20.0)
+    run: Run = make_run(**sections("colocated", 1, 1))
     with pytest.raises(ServiceUnreachable, match="needs 1 GPU, free are 0; end other runs"):
-        await fleet.prepare(late.token(), late.request())
-    patient: Run = make_run(**sections("colocated", 1, 1))
-    waiting = asyncio.create_task(bring_up(fleet, patient))
+        await place_trainer(fleet, run, 0.2)
+    waiting = asyncio.create_task(bring_up(fleet, run))
+    done, _ = await asyncio.wait({waiting}, timeout=0.5)
+    assert not done
     await fleet.teardown(holder.ref)
     assert len((await waiting)["trainer"]) == 1
 
 
-async def test_gpus_that_nobody_has_are_refused(fleet: RayFleet, make_run):
-    run: Run = make_run(**sections("disaggregated", 8, 1), launch={"startup_timeout_s": 5.0})
+async def test_gpus_that_nobody_has_are_refused(fleet: RayFleet, make_run, monkeypatch):
+    monkeypatch.setattr(placement, "WARN_EVERY_S", 0.5)  # seconds until it looks what is missing
+    run: Run = make_run(**sections("disaggregated", 8, 1))
     with pytest.raises(ConfigurationError, match=r"1 x 8 = 8 GPU are needed, .* cluster has 4"):
         await fleet.prepare(run.token(), run.request())

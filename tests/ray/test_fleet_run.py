@@ -20,8 +20,8 @@ from workers.source_digest import source_digest
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(180)]
 
 
-async def test_a_fresh_fleet_trains_saves_and_ends(fleet: RayFleet, make_run):
-    run: Run = make_run()
+async def test_a_fresh_fleet_trains_saves_and_ends(fleet: RayFleet, make_unprepared_run):
+    run: Run = make_unprepared_run()
 
     report = await fleet.prepare(run.token(), run.request())
 

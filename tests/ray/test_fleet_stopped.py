@@ -13,7 +13,7 @@ from temporalio.testing import ActivityEnvironment
 from activities.heartbeat import beating
 from models.errors import ProducerLost
 from models.rollout import CollectRequest
-from workers.fleet import RayFleet
+from workers.fleet import RayFleet, run_fleet
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -21,7 +21,10 @@ SILENT_S = 3.0
 
 
 async def test_a_stopped_producer_is_found_and_replaced(
-    fleet: RayFleet, make_run, request: pytest.FixtureRequest
+    fleet: RayFleet,
+    make_run,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run: Run = make_run()
     await fleet.prepare(run.token(), run.request())
@@ -52,6 +55,8 @@ async def test_a_stopped_producer_is_found_and_replaced(
     with pytest.raises(ProducerLost, match="has not answered for 3 s"):
         await asyncio.wait_for(activity.run(collect), 10 * SILENT_S)
 
+    # The producer alone is asked in vain; what lives answers within milliseconds.
+    monkeypatch.setattr(run_fleet, "QUICK_TIMEOUT_S", 3 * SILENT_S)
     run.claim()
     report = await fleet.prepare(run.token(1), run.request(next_update=1))
     assert report.rebuilt == ("producer",)

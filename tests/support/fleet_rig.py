@@ -27,6 +27,7 @@ from models.rollout import CollectRequest
 from models.run import PrepareRequest
 from models.update import UpdateReport
 from workers.actors.order import actor_name
+from workers.actors.preparation import prepare_run
 from workers.fleet import RayFleet
 
 
@@ -69,6 +70,10 @@ class Run:
         self.store.write_json(layout.RESOLVED_CONFIG, loaded.document)
         self.ref = RunRef(run_id=f"train/{name}", root=str(root), spec_sha256=loaded.sha256)
         self.epoch = self.claim()
+
+    def prepare(self) -> None:
+        """What the fleet finds made then: its own way starts a process that imports torch."""
+        prepare_run(self.ref, self.spec)
 
     def claim(self) -> int:
         """Take the next epoch, as the start of a run or a rebuild does."""

@@ -6,7 +6,9 @@ Making a model needs torch and may need gigabytes; neither must stay behind in a
 from activities.site import spec_of, store_of
 from activities.storage import layout
 from activities.storage.store import Store
+from configs.run import RunSpec
 from models.base import Carried
+from models.ids import RunRef
 from workers.actors.order import ActorOrder, enter, num_cores
 from workers.sources.folders import is_as_made
 
@@ -49,19 +51,24 @@ class PreparationActor:
         Raises:
             ConfigurationError: source or data are unusable, or made from something else.
         """
-        from workers.sources.model import prepare_model
-        from workers.sources.prompts import prepare_data
+        return prepare_run(self._order.run, self._spec)
 
-        store = store_of(self._order.run)
-        model = prepare_model(self._spec, store)
-        data = prepare_data(self._spec, store, model.path)
-        report = PreparedRun(
-            spec_sha256=self._order.run.spec_sha256,
-            num_parameters=model.num_parameters,
-            vocab_size=model.vocab_size,
-            eos_token_ids=model.eos_token_ids,
-            train_prompts=data.train_prompts,
-            eval_prompts=data.eval_prompts,
-        )
-        store.write_json(layout.PREPARED_REPORT, report.model_dump(mode="json"))
-        return report
+
+def prepare_run(run: RunRef, spec: RunSpec) -> PreparedRun:
+    """Make model and data in this process, which imports torch for it; see the actor."""
+    from workers.sources.model import prepare_model
+    from workers.sources.prompts import prepare_data
+
+    store = store_of(run)
+    model = prepare_model(spec, store)
+    data = prepare_data(spec, store, model.path)
+    report = PreparedRun(
+        spec_sha256=run.spec_sha256,
+        num_parameters=model.num_parameters,
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        train_prompts=data.train_prompts,
+        eval_prompts=data.eval_prompts,
+    )
+    store.write_json(layout.PREPARED_REPORT, report.model_dump(mode="json"))
+    return report

@@ -59,7 +59,9 @@ class RunFleet:
     async def facts(self, role: str, rank: int = 0) -> ActorFacts | None:
         """What a live actor says about itself; None when it is dead or does not answer."""
         try:
-            facts: ActorFacts = await self.actor(role, rank).call("facts")
+            facts: ActorFacts = await self.actor(role, rank).call(
+                "facts", timeout_s=quick_timeout_s()
+            )
         except (ActorLost, ServiceUnreachable):
             return None
         return facts
