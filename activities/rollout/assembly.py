@@ -58,6 +58,12 @@ class BatchAssembly:
         """Sampling for the next collection begins now."""
         self._window_began = time.monotonic()
 
+    def discard_window(self) -> None:
+        """What was finished since the last collection counts in none; the next window begins."""
+        self._selection.take()
+        self._metrics.collect(0, [])
+        self.begin_window()
+
     async def collect(self, request: CollectRequest) -> RolloutCollection:
         """Wait for a batch and commit it.
 
@@ -115,6 +121,7 @@ class BatchAssembly:
             if not committed:
                 self._parts.source.release(draft.group_indices)
                 self._selection.give_back(window)
+                self._metrics.give_back()
         self._batch.clear()
         self.begin_window()
         return collection

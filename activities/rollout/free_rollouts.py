@@ -231,8 +231,7 @@ class FreeRollouts:
         # Nothing is awaited from here on: a prompt is either in the queue or in the source.
         self._run.ready.clear()
         self._completed.clear()
-        self._selection.take()
-        self._assembly.begin_window()
+        self._assembly.discard_window()
         return self._parts.writer.adopt(update, manifest, groups)
 
     def _end_worker(self) -> None:

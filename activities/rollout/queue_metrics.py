@@ -30,6 +30,14 @@ AGE_BINS = ("0", "1", "2", "3", "4", "5_8", "9_16", "17_plus")
 UNKNOWN_AGE = "unknown"
 """Optimizer steps between the published version and the oldest one of any token of the group."""
 
+_FLOW_NAMES = (
+    "groups",
+    "samples",
+    "response_tokens",
+    *(f"samples_by_length/{name}" for name in LENGTH_BINS),
+    *(f"samples_by_age/{name}" for name in (*AGE_BINS, UNKNOWN_AGE)),
+)
+
 RejectReason = Literal["policy", "incomplete", "mixed_policy"]
 _REASONS: tuple[RejectReason, ...] = ("policy", "incomplete", "mixed_policy")
 
@@ -43,15 +51,13 @@ class QueueMetrics:
     """
 
     def __init__(self) -> None:
+        self._lost = _Lost()
         self._reset()
 
     def _reset(self) -> None:
+        self._told, self._lost = self._lost, _Lost()
         self._delivered = _Flow()
-        self._dropped = _Flow()
         self._ages: list[int] = []
-        self._rejected: dict[RejectReason, int] = dict.fromkeys(_REASONS, 0)
-        self._aborted = 0
-        self._stale = 0
         self._waited_s = 0.0
 
     def delivered(self, group: SampleGroup, age: int | None) -> None:
@@ -62,19 +68,19 @@ class QueueMetrics:
 
     def dropped(self, group: SampleGroup, age: int | None) -> None:
         """``group`` left the queue for anything but a collection; None when its age is unknown."""
-        self._dropped.add(group, age)
+        self._lost.flow.add(group, age)
 
     def rejected(self, reason: RejectReason) -> None:
         """A group was refused for the version(s) that sampled it or for missing samples."""
-        self._rejected[reason] += 1
+        self._lost.rejected[reason] += 1
 
     def aborted(self) -> None:
         """A group was given back because it was cancelled before it was finished."""
-        self._aborted += 1
+        self._lost.aborted += 1
 
     def stale(self) -> None:
         """A finished group was older than its limit."""
-        self._stale += 1
+        self._lost.stale += 1
 
     def waited(self, seconds: float) -> None:
         """A collection waited so long for the queue to hold a group."""
@@ -88,54 +94,71 @@ class QueueMetrics:
             ages: their ages, as far as they are known.
         """
         waiting = [max(0, age) for age in ages]
+        lost, delivered = self._lost, self._delivered.counts
         metrics: dict[str, float] = {
             f"{PREFIX}queue_size": float(size),
-            f"{PREFIX}aborted_groups_filtered": float(self._aborted),
-            f"{PREFIX}stale_groups_filtered": float(self._stale),
+            f"{PREFIX}aborted_groups_filtered": float(lost.aborted),
+            f"{PREFIX}stale_groups_filtered": float(lost.stale),
             f"{PREFIX}avg_staleness": _mean(self._ages),
             f"{PREFIX}max_staleness": float(max(self._ages, default=0)),
             f"{PREFIX}buffer_avg_staleness": _mean(waiting),
             f"{PREFIX}buffer_max_staleness": float(max(waiting, default=0)),
-            **{f"{PREFIX}rejected_{name}_groups": float(n) for name, n in self._rejected.items()},
+            **{f"{PREFIX}rejected_{name}_groups": float(n) for name, n in lost.rejected.items()},
             f"{QUEUE_PREFIX}consumer_wait_seconds": self._waited_s,
         }
-        dropped, delivered = self._dropped.counts(), self._delivered.counts()
-        for name, lost in dropped.items():
-            metrics[f"{QUEUE_PREFIX}dropped_{name}"] = float(lost)
+        for name, dropped in lost.flow.counts.items():
+            metrics[f"{QUEUE_PREFIX}dropped_{name}"] = float(dropped)
             metrics[f"{QUEUE_PREFIX}delivered_{name}"] = float(delivered[name])
-            fraction = lost / max(1, lost + delivered[name])
+            fraction = dropped / max(1, dropped + delivered[name])
             metrics[f"{QUEUE_PREFIX}dropped_{_fraction_name(name)}"] = fraction
         self._reset()
         return metrics
+
+    def give_back(self) -> None:
+        """The last collection was not committed: what was lost before it counts with the next one.
+
+        Its groups went back into the queue, so they were not delivered; its wait was its own.
+        """
+        self._lost.merge(self._told)
+        self._told = _Lost()
+
+
+class _Lost:
+    """What did not go into a collection."""
+
+    def __init__(self) -> None:
+        self.flow = _Flow()
+        self.rejected: dict[RejectReason, int] = dict.fromkeys(_REASONS, 0)
+        self.aborted = 0
+        self.stale = 0
+
+    def merge(self, other: "_Lost") -> None:
+        self.flow.merge(other.flow)
+        for reason, count in other.rejected.items():
+            self.rejected[reason] += count
+        self.aborted += other.aborted
+        self.stale += other.stale
 
 
 class _Flow:
     """Groups, samples and response tokens that left the queue one way."""
 
     def __init__(self) -> None:
-        self._groups = 0
-        self._samples = 0
-        self._tokens = 0
-        self._by_length = dict.fromkeys(LENGTH_BINS, 0)
-        self._by_age = dict.fromkeys((*AGE_BINS, UNKNOWN_AGE), 0)
+        self.counts: dict[str, int] = dict.fromkeys(_FLOW_NAMES, 0)
+        """By the part of their name that follows ``dropped_`` and ``delivered_``."""
 
     def add(self, group: SampleGroup, age: int | None) -> None:
-        self._groups += 1
-        self._samples += len(group.samples)
-        self._tokens += group.response_tokens
-        self._by_age[age_bin(age)] += len(group.samples)
+        counts = self.counts
+        counts["groups"] += 1
+        counts["samples"] += len(group.samples)
+        counts["response_tokens"] += group.response_tokens
+        counts[f"samples_by_age/{age_bin(age)}"] += len(group.samples)
         for sample in group.samples:
-            self._by_length[length_bin(len(sample.response_token_ids))] += 1
+            counts[f"samples_by_length/{length_bin(len(sample.response_token_ids))}"] += 1
 
-    def counts(self) -> dict[str, int]:
-        """The counts by the part of their name that follows ``dropped_`` and ``delivered_``."""
-        return {
-            "groups": self._groups,
-            "samples": self._samples,
-            "response_tokens": self._tokens,
-            **{f"samples_by_length/{name}": count for name, count in self._by_length.items()},
-            **{f"samples_by_age/{name}": count for name, count in self._by_age.items()},
-        }
+    def merge(self, other: "_Flow") -> None:
+        for name, count in other.counts.items():
+            self.counts[name] += count
 
 
 def length_bin(tokens: int) -> str:

@@ -166,3 +166,53 @@ def test_a_response_is_counted_by_its_length(tokens: int, name: str) -> None:
 def test_a_group_is_counted_by_its_age(age: int | None, name: str) -> None:
     assert age_bin(age) == name
     assert name in (*AGE_BINS, "unknown")
+
+
+def test_a_collection_that_was_not_committed_loses_no_drop_and_delivers_nothing() -> None:
+    """Before the failed one: 4096 and 512 tokens at age 3. After it: 300 and 300 at age 2."""
+    queue = QueueMetrics()
+    queue.dropped(group(4096, 512), 3)
+    queue.stale()
+    queue.rejected("mixed_policy")
+    queue.delivered(group(100, 200), 1)
+    queue.waited(4.0)
+    first = queue.collect(0, [])
+    queue.dropped(group(300, 300), 2)
+    queue.aborted()
+    queue.give_back()
+    queue.delivered(group(100, 200), 2)
+    second = queue.collect(0, [])
+    told = {name: value for name, value in second.items() if value}
+    assert told == pytest.approx(
+        {
+            "rollout/fully_async/aborted_groups_filtered": 1,
+            "rollout/fully_async/stale_groups_filtered": 1,
+            "rollout/fully_async/rejected_mixed_policy_groups": 1,
+            "rollout/fully_async/avg_staleness": 2,
+            "rollout/fully_async/max_staleness": 2,
+            f"{QUEUE}/dropped_groups": 2,
+            f"{QUEUE}/dropped_samples": 4,
+            f"{QUEUE}/dropped_response_tokens": 5208,
+            f"{QUEUE}/delivered_groups": 1,
+            f"{QUEUE}/delivered_samples": 2,
+            f"{QUEUE}/delivered_response_tokens": 300,
+            f"{QUEUE}/dropped_groups_fraction": 2 / 3,
+            f"{QUEUE}/dropped_samples_fraction": 4 / 6,
+            f"{QUEUE}/dropped_response_tokens_fraction": 5208 / 5508,
+            f"{QUEUE}/dropped_samples_by_length/256_511": 2,
+            f"{QUEUE}/dropped_samples_by_length/512_1023": 1,
+            f"{QUEUE}/dropped_samples_by_length/4096_8191": 1,
+            f"{QUEUE}/dropped_samples_fraction_by_length/256_511": 1,
+            f"{QUEUE}/dropped_samples_fraction_by_length/512_1023": 1,
+            f"{QUEUE}/dropped_samples_fraction_by_length/4096_8191": 1,
+            f"{QUEUE}/delivered_samples_by_length/0_255": 2,
+            f"{QUEUE}/dropped_samples_by_age/2": 2,
+            f"{QUEUE}/dropped_samples_by_age/3": 2,
+            f"{QUEUE}/delivered_samples_by_age/2": 2,
+            f"{QUEUE}/dropped_samples_fraction_by_age/2": 0.5,
+            f"{QUEUE}/dropped_samples_fraction_by_age/3": 1,
+        }
+    )
+    assert first[f"{QUEUE}/delivered_samples"] == 2
+    queue.collect(0, [])
+    assert queue.collect(0, []) == dict.fromkeys(KEYS, 0.0)  # and nothing counts a third time

@@ -165,13 +165,45 @@ async def test_fully_async_collections_with_groups_that_went_stale(rig, filters)
     assert seconds <= time.monotonic() - began  # no second belongs to two collections
 
 
-async def test_the_window_after_an_adopted_collection_begins_with_it(rig, monkeypatch):
-    """Its manifest landed although the write failed; its seconds are its own."""
+async def test_a_failed_commit_loses_no_drop_and_counts_no_group_twice(rig, monkeypatch):
     rig.engine.script = speaks(rig.engine)
-    run = AsyncRun(rig)
+    spec = rig.async_spec(core={"filter_zero_std_groups": True, "max_policy_lag": 1})
+    run = AsyncRun(rig, spec, num_prompts=2000)
+    await run.start()
+    run.train(await run.collect())
+    await run.publish()
+    await until(lambda: run.producer.snapshot()["completed_queue_groups"] == 4)
+    run.version += 3  # the four that wait are too old
+    await run.publish()
+    write = rig.store.write_json
+
+    def full(rel, value):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(rig.store, "write_json", full)
+    with pytest.raises(OSError, match="No space left"):
+        await run.collect()
+    monkeypatch.setattr(rig.store, "write_json", write)
+    collection = await run.collect()
+    require(rig, collection, run.manifest(collection).dropped)
+    prefix = "rollout/fully_async/"
+    assert collection.metrics[f"{prefix}stale_groups_filtered"] >= 4
+    assert collection.metrics[f"{prefix}completed_queue/dropped_groups"] >= 4
+    assert collection.metrics[f"{prefix}completed_queue/delivered_groups"] == 2
+
+
+async def test_the_window_after_an_adopted_collection_begins_with_it(rig, monkeypatch):
+    """Its manifest landed although the write failed; its seconds and drops are its own."""
+    rig.engine.script = speaks(rig.engine)
+    run = AsyncRun(rig, rig.async_spec(core={"max_policy_lag": 1}))
     began = time.monotonic()
     await run.start()
-    rig.engine.open.clear()
+    first = await run.collect()
+    run.train(first)
+    await run.publish()
+    await until(lambda: run.producer.snapshot()["completed_queue_groups"] == 4)
+    run.version += 3  # the four that wait are too old
+    await run.publish()
     write = rig.store.write_json
 
     def torn(rel, value):
@@ -179,7 +211,6 @@ async def test_the_window_after_an_adopted_collection_begins_with_it(rig, monkey
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(rig.store, "write_json", torn)
-    rig.engine.open.set()
     with pytest.raises(OSError, match="Input/output"):
         await run.collect()
     monkeypatch.setattr(rig.store, "write_json", write)
@@ -189,8 +220,13 @@ async def test_the_window_after_an_adopted_collection_begins_with_it(rig, monkey
     await run.publish()
     second = await run.collect()
     require(rig, second)
-    total = adopted.metrics["perf/rollout_time"] + second.metrics["perf/rollout_time"]
-    assert total <= time.monotonic() - began
+    collections = (first, adopted, second)
+    assert sum(each.metrics["perf/rollout_time"] for each in collections) <= (
+        time.monotonic() - began
+    )
+    stale = [each.metrics["rollout/fully_async/stale_groups_filtered"] for each in collections]
+    assert stale[1] >= 4
+    assert stale[0] == stale[2] == 0
 
 
 async def test_another_producer_adopts_the_metrics_with_the_collection(rig):
