@@ -166,6 +166,42 @@ def test_updates_beside_trl_are_read_from_the_artifacts(
     assert found["last_reward"] == pytest.approx(0.15)
 
 
+@pytest.fixture
+def trl_side(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script without TRL and its data sets, which are not installed here."""
+    trl = SimpleNamespace(GRPOConfig=dict, GRPOTrainer=None)
+    for name, found in {"trl": trl, "datasets": SimpleNamespace(Dataset=None)}.items():
+        monkeypatch.setitem(sys.modules, name, found)
+    return load("trl_grpo", monkeypatch)
+
+
+@pytest.mark.parametrize(("micro", "accumulated", "generations"), [(0, 1, 2), (32, 4, 8)])
+def test_trl_takes_the_same_optimizer_steps(
+    micro: int, accumulated: int, generations: int, tmp_path: Path, trl_side: ModuleType
+) -> None:
+    """The recipe has 32 x 8 samples an update, 128 an optimizer step, 100 updates."""
+    spec = load_run(BENCHMARKS.parent / "configs" / "recipes" / "tiny.toml").spec
+    options = Namespace(micro_batch=micro, generation="continuous", out=tmp_path / "trl.json")
+    found = trl_side.settings(spec, options)
+    assert found["per_device_train_batch_size"] == (micro or 128)
+    assert found["gradient_accumulation_steps"] == accumulated
+    assert found["steps_per_generation"] == generations
+    assert (found["max_steps"], found["num_generations"]) == (200, 8)
+    assert (found["loss_type"], found["scale_rewards"]) == ("dapo", "none")
+    assert found["use_transformers_continuous_batching"]
+
+
+def test_updates_of_trl_last_from_end_to_end(trl_side: ModuleType) -> None:
+    """Two optimizer steps an update; the first begins at 10 s."""
+    measured = trl_side.Measured(steps_per_update=2, begun=10.0, ends=[12.0, 13.0, 17.0, 19.0])
+    measured.sampling, measured.scoring = [1.0, 2.0], [0.1, 0.2]
+    measured.rewards, measured.tokens = [0.25, 0.5], [64, 32]
+    rows = measured.updates()
+    assert [row["seconds"] for row in rows] == [3.0, 6.0]
+    assert [row["rollout_seconds"] for row in rows] == [1.0, 2.0]
+    assert [row["reward"] for row in rows] == [0.25, 0.5]
+
+
 @pytest.mark.parametrize("recipe", ["tiny", "quickstart", "gpu-smollm2-gym"])
 def test_recipes_beside_trl_are_valid(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
