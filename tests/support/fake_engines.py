@@ -9,6 +9,7 @@ from typing import Any
 from activities.wire.memory_marks import RESUMED, memory_state, settled_mark
 from models.errors import ContractViolation, ServiceUnreachable
 from models.ports import EngineHandle
+from models.publication import ChecksumKind
 
 
 def checksums_of(version: int) -> dict[str, str]:
@@ -128,7 +129,7 @@ class FakeEngineClient:
             self.engine.corrupt_loads -= 1
             self.engine.loaded = {"model.weight": "dead"}
 
-    async def checksums(self) -> dict[str, str]:
+    async def checksums(self, kind: ChecksumKind = "xxh3_64") -> dict[str, str]:
         self._answer()
         return self.engine.loaded
 

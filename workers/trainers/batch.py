@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from activities.rollout.provenance import check_sample
+from configs.run import RunSpec
 from models.errors import ContractViolation, NonFiniteLoss
 from models.sample import Sample, SampleGroup
 from workers.trainers.documents import Document
@@ -240,3 +241,19 @@ def _validate(group: SampleGroup, sample: Sample, advantage: float) -> None:
         raise ContractViolation(f"{where}: its prompt differs from its siblings' prompt")
     if not math.isfinite(advantage):
         raise NonFiniteLoss(f"{where}: advantage is {advantage}")
+
+
+def accepted(spec: RunSpec, groups: Sequence[SampleGroup]) -> TrainingBatch:
+    """The batch of one update.
+
+    Raises:
+        ContractViolation: it has more or fewer samples than the run file says.
+    """
+    batch = TrainingBatch.of(groups)
+    expected = spec.samples_per_collection
+    if len(batch.samples) != expected:
+        raise ContractViolation(
+            f"the collection holds {len(batch.samples)} samples, "
+            f"training.rollout_batch_size x training.samples_per_prompt is {expected}"
+        )
+    return batch.whitened() if spec.training.normalize_advantages else batch

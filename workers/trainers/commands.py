@@ -81,9 +81,10 @@ class PackBucket(Frozen):
     index: int
 
     def run(self, trainer: LocalTrainer, store: Store) -> WeightBucket:
-        """See ``LocalTrainer.pack_bucket``."""
+        """See ``WeightSender.pack``."""
         with concluded(trainer.ranks):
-            return trainer.pack_bucket(self.version, self.index)
+            trainer.require_version(self.version)
+            return trainer.sender.pack(self.version, self.index)
 
 
 class DropBucket(Frozen):
@@ -92,9 +93,9 @@ class DropBucket(Frozen):
     name: Literal["drop_bucket"] = "drop_bucket"
 
     def run(self, trainer: LocalTrainer, store: Store) -> None:
-        """See ``LocalTrainer.drop_bucket``."""
+        """See ``WeightSender.drop``."""
         with concluded(trainer.ranks):
-            trainer.drop_bucket()
+            trainer.sender.drop()
 
 
 class Save(Frozen):

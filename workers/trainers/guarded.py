@@ -183,7 +183,7 @@ class GuardedTrainer:
         with self._lock:
             self._fence.admit(token)
             with self._opened(name) as channel:
-                channel.broadcast(self._trainer.packed(version, index))
+                channel.broadcast(self._trainer.sender.flat(version, index))
 
     def save(self, token: FenceToken, folder: str) -> tuple[CheckpointFile, ...]:
         """Write the trainer's state into ``folder`` (relative to the root)."""

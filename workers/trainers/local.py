@@ -13,7 +13,6 @@ from typing import Any
 
 import structlog
 import torch
-from torch import Tensor
 
 from activities.storage.store import Store
 from configs.run import RunSpec
@@ -22,10 +21,10 @@ from models.errors import ContractViolation, NonFiniteLoss, TrainerLost
 from models.evaluation import ExportReport
 from models.metrics import refuse_undeclared
 from models.ports import StageProgress
-from models.publication import WeightBucket, WeightsRef
+from models.publication import WeightsRef
 from models.sample import SampleGroup
 from models.update import UpdateReport
-from workers.trainers.batch import StepPlan, TrainingBatch, plan_steps, update_seed
+from workers.trainers.batch import StepPlan, TrainingBatch, accepted, plan_steps, update_seed
 from workers.trainers.contract_file import ContractFile
 from workers.trainers.device_memory import PeakMemory, resident_bytes
 from workers.trainers.export import ExportProbe, export_hf
@@ -46,9 +45,9 @@ from workers.trainers.sharded import shard
 from workers.trainers.state import TrainerState, read_state, write_state
 from workers.trainers.step_event import OPTIMIZER, PACKING, optimizer_event, packing_event
 from workers.trainers.step_loss import StepLoss, UpdateTokens
-from workers.trainers.tally import UpdateTally, advantage_metrics, rate_metrics
+from workers.trainers.tally import UpdateTally, advantage_metrics, clock_metrics, rate_metrics
 from workers.trainers.update_scores import Judge, StepWork, UpdateScores, record_refresh
-from workers.trainers.weights import export_weights, num_weight_bytes, own_exports
+from workers.trainers.weights import export_weights, num_weight_bytes
 
 _log = structlog.get_logger(__name__)
 
@@ -105,8 +104,15 @@ class LocalTrainer:
             self.model, spec.optimizer, self._schedule, self._judge
         )
         self._optimizer = self._optimizer_step.optimizer
-        self._sender = self._weight_sender()
+        self._sender = WeightSender.of(spec, self.model, self.ranks)
         _log.info("trainer loaded", **self.describe())
+
+    @property
+    def sender(self) -> WeightSender:
+        """What packs weights for engines. Raises ContractViolation where engines load files."""
+        if self._sender is None:
+            raise ContractViolation("engines of this run take weights from disk, not in buckets")
+        return self._sender
 
     def progress(self) -> StageProgress:
         """What the running call has done so far; readable from any thread."""
@@ -141,7 +147,7 @@ class LocalTrainer:
         torch.manual_seed(seed)
         self._memory.begin()
         with agreed(self.ranks):
-            batch = self._accept(groups)
+            batch = accepted(self.spec, groups)
             lag = batch.versions.lag(self.policy_version, self.spec.max_group_age)
         keep_tied = self._judge.settings.needs_every_sample
         plans = plan_steps(batch, self.spec.steps_per_update, seed, keep_tied=keep_tied)
@@ -157,7 +163,9 @@ class LocalTrainer:
             **extra,
             **self._memory.conclude(update, self._judge.append),
             **advantage_metrics(batch),
-            **self._clock_metrics(report, lag, time.process_time() - cpu),
+            **clock_metrics(report, lag, self._published_step),
+            "train/lr-pg_0": self._schedule.at(report.policy_version),
+            "train/cpu_seconds": time.process_time() - cpu,
         }
         if steps:
             metrics |= self._token_metrics(tally, report.seconds)
@@ -170,7 +178,7 @@ class LocalTrainer:
 
     def export_weights(self, version: int, folder: Path) -> WeightsRef:
         """Write the current weights in the engines' dtype into the new folder ``folder``."""
-        self._require_version(version)
+        self.require_version(version)
         self._progress = StageProgress(stage="export weights", detail=f"version {version}")
         dtype = getattr(torch, self.spec.inference.dtype)
         ref = export_weights(self.model, self.model_dir, version, folder, dtype, self.ranks)
@@ -182,25 +190,10 @@ class LocalTrainer:
 
     def offer_weights(self, version: int) -> WeightsRef:
         """Describe the current weights for engines that take them in buckets."""
-        self._require_version(version)
-        ref = self._require_sender().offer(version)
+        self.require_version(version)
+        ref = self.sender.offer(version)
         self._published_step = version
         return ref
-
-    def pack_bucket(self, version: int, index: int) -> WeightBucket:
-        """Fill a bucket with its tensors; see ``WeightSender.pack``."""
-        self._require_version(version)
-        self._progress = StageProgress(stage="send weights", done=index, detail=f"v{version}")
-        return self._require_sender().pack(version, index)
-
-    def packed(self, version: int, index: int) -> Tensor:
-        """[bytes] uint8 of the bucket that is packed; see ``WeightSender.flat``."""
-        return self._require_sender().flat(version, index)
-
-    def drop_bucket(self) -> None:
-        """Give up what the last bucket holds."""
-        self._require_sender().drop()
-        self._progress = StageProgress(stage="idle", detail="sent weights")
 
     def save(self, folder: Path) -> tuple[CheckpointFile, ...]:
         """Write everything that a resumed trainer needs into ``folder``; no pickle."""
@@ -251,27 +244,8 @@ class LocalTrainer:
         self._progress = StageProgress(stage="idle", detail=f"exported {uri}")
         return report
 
-    def _weight_sender(self) -> WeightSender | None:
-        """None where engines load files."""
-        transport = self.spec.publication_transport
-        if transport == "disk":
-            return None
-        dtype = getattr(torch, self.spec.inference.dtype)
-        limit = self.spec.core.update_weight_buffer_mib << 20
-
-        def file(size: int) -> Path:
-            return own_exports(self.spec.output.root, size) / f"bucket-{self.ranks.rank}"
-
-        return WeightSender(self.model, self.ranks, dtype, limit, transport, file)
-
-    def _require_sender(self) -> WeightSender:
-        if self._sender is None:
-            raise ContractViolation(
-                "buckets of weights asked for in a run whose publication_transport is disk"
-            )
-        return self._sender
-
-    def _require_version(self, version: int) -> None:
+    def require_version(self, version: int) -> None:
+        """Raise ContractViolation unless the weights are those of ``version``."""
         self._refuse_torn_state()
         if version != self.policy_version:
             raise ContractViolation(
@@ -281,16 +255,6 @@ class LocalTrainer:
     def _scorer_of(self, model: Any, routing: Routing | None = None) -> Scorer:
         body = shard(model, self._dtype) if self.ranks.world > 1 else None
         return scorer_of(self.spec, model, routing, body)
-
-    def _accept(self, groups: Sequence[SampleGroup]) -> TrainingBatch:
-        batch = TrainingBatch.of(groups)
-        expected = self.spec.samples_per_collection
-        if len(batch.samples) != expected:
-            raise ContractViolation(
-                f"the collection holds {len(batch.samples)} samples, "
-                f"training.rollout_batch_size x training.samples_per_prompt is {expected}"
-            )
-        return batch.whitened() if self.spec.training.normalize_advantages else batch
 
     def _run_steps(
         self, tokens: UpdateTokens, steps: Sequence[StepPlan], tally: UpdateTally
@@ -340,8 +304,9 @@ class LocalTrainer:
                 seconds=time.perf_counter() - started,
             )
             self._judge.append(OPTIMIZER, event)
-            self._judge.append(PACKING, self._packing(work))
             where = {"step": self.policy_version, "rollout_id": self.next_update}
+            budget = self.spec.trainer.micro_batch_tokens
+            self._judge.append(PACKING, packing_event(work, budget, **where))
             metrics |= record_load(self._judge, len(work.micros), **where)
             tally.add_packs(work.num_packs, len(work.scored))
         return metrics
@@ -352,10 +317,6 @@ class LocalTrainer:
             own = plan.share(self.ranks.rank, self.ranks.world)
         micros = self._layout.micro_batches(batch, own, self.ranks)
         return StepWork(own.members, own.active, micros)
-
-    def _packing(self, work: StepWork) -> dict[str, Any]:
-        budget = self.spec.trainer.micro_batch_tokens
-        return packing_event(work, budget, step=self.policy_version, rollout_id=self.next_update)
 
     def _count(self, batch: TrainingBatch, work: StepWork) -> Normalization:
         """What the step is divided by, over all ranks."""
@@ -421,21 +382,6 @@ class LocalTrainer:
             seconds=float(self.ranks.all_reduce_max(own)),
             resident_bytes=resident_bytes(),
         )
-
-    def _clock_metrics(self, report: UpdateReport, lag: int, cpu: float) -> dict[str, float]:
-        return {
-            "train/step": float(report.policy_version - 1),
-            "train/completed_steps": float(report.policy_version),
-            "train/rollout_id": float(report.update),
-            "train/optimizer_steps": float(report.optimizer_steps),
-            "train/no_signal": float(report.no_signal),
-            "train/published_step": float(self._published_step),
-            "train/lr-pg_0": self._schedule.at(report.policy_version),
-            "train/lag": float(lag),
-            "train/step_seconds": report.seconds,
-            "train/cpu_seconds": cpu,
-            "train/resident_bytes": float(report.resident_bytes),
-        }
 
     def _refuse_torn_state(self) -> None:
         """After a failure between two steps of one update the weights belong to no version."""

@@ -39,8 +39,8 @@ def record_load(judge: Judge, num_micros: int, *, step: int, rollout_id: int) ->
     balance = expert_balance(packs, num_micros, ranks)
     judge.append(EXPERT_BALANCE, {**where, **balance})
     metrics = {f"train/{key}": float(value) for key, value in load["summary"].items()}
-    for name in ("mean", "max"):
-        metrics[f"train/packing/expert_dispatch_skew_{name}"] = balance[f"skew_{name}"]
+    metrics["train/packing/expert_dispatch_skew_mean"] = balance["skew_mean"]
+    metrics["train/packing/expert_dispatch_skew_max"] = balance["skew_max"]
     return metrics
 
 

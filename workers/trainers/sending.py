@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from configs.run import RunSpec
 from models.errors import ContractViolation
 from models.publication import CPU, Transport, WeightBucket, WeightsRef
 from workers.trainers.buckets import BucketPlan, WireWeights
 from workers.trainers.handles import SharedMemory
 from workers.trainers.ranks import Ranks
-from workers.trainers.weights import named_weights
+from workers.trainers.weights import named_weights, own_exports
 
 
 class WeightSender:
@@ -47,6 +48,20 @@ class WeightSender:
         self._device = next(model.parameters()).device
         self._plans: tuple[BucketPlan, ...] = self._weights.plan(bucket_bytes)
         self._packed: tuple[WeightBucket, SharedMemory] | None = None
+
+    @classmethod
+    def of(cls, spec: RunSpec, model: Any, ranks: Ranks) -> "WeightSender | None":
+        """The sender of a run; None where engines load files."""
+        transport = spec.publication_transport
+        if transport == "disk":
+            return None
+
+        def file(size: int) -> Path:
+            return own_exports(spec.output.root, size) / f"bucket-{ranks.rank}"
+
+        dtype = getattr(torch, spec.inference.dtype)
+        bucket_bytes = spec.core.update_weight_buffer_mib << 20
+        return cls(model, ranks, dtype, bucket_bytes, transport, file)
 
     def offer(self, version: int) -> WeightsRef:
         """Describe the current weights, which are those of ``version``; nothing is packed yet."""

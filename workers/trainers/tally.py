@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from models.errors import ContractViolation
+from models.update import UpdateReport
 from workers.trainers.batch import TrainingBatch
 from workers.trainers.loss import LossSettings, TokenLoss
 from workers.trainers.ranks import Ranks
@@ -151,4 +152,19 @@ def advantage_metrics(batch: TrainingBatch) -> dict[str, float]:
         "advantages/max_abs": float(magnitude.max()),
         "advantages/top_response_share": float(magnitude.max()) / total if total else 0.0,
         "train/mixed_reward_groups": float(batch.num_mixed_groups),
+    }
+
+
+def clock_metrics(report: UpdateReport, lag: int, published_step: int) -> dict[str, float]:
+    """Where an update stands: steps, versions, lag, seconds, memory."""
+    return {
+        "train/step": float(report.policy_version - 1),
+        "train/completed_steps": float(report.policy_version),
+        "train/rollout_id": float(report.update),
+        "train/optimizer_steps": float(report.optimizer_steps),
+        "train/no_signal": float(report.no_signal),
+        "train/published_step": float(published_step),
+        "train/lag": float(lag),
+        "train/step_seconds": report.seconds,
+        "train/resident_bytes": float(report.resident_bytes),
     }
