@@ -9,6 +9,8 @@ from models.errors import ConfigurationError
 
 _ABSENT = object()
 _SECRET_TABLES = ("launch.env",)
+_SHOWN_CHARS = 200
+"""Of a value: a path without its end would not tell which file is meant."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,7 @@ def shown(value: Any) -> str:
     if isinstance(value, (list, tuple)) and any(isinstance(item, (dict, list)) for item in value):
         return "[...]"
     text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return text if len(text) <= _SHOWN_CHARS else f"{text[: _SHOWN_CHARS - 3]}..."
 
 
 def dotted(location: Iterable[str | int]) -> str:

@@ -45,15 +45,20 @@ async def start(folder: Path, mode: str = "serves", **arguments: Any) -> ServerP
     return await ServerProcess.start(command(folder, mode, **arguments), START_S)
 
 
-def logged(folder: Path, what: str) -> int:
-    """Process id that the server logged behind ``what``."""
-    found = re.search(rf"^{re.escape(what)} (\d+)", (folder / "engine-0.log").read_text(), re.M)
-    assert found is not None
-    return int(found[1])
+PARTS = ("server", "sglang::scheduler", "sglang::detokenizer")
+
+
+def logged(folder: Path, *parts: str) -> list[int]:
+    """Process ids that the server logged behind these words."""
+    names = "|".join(re.escape(part) for part in parts)
+    found = re.findall(rf"^(?:{names}) (\d+)", (folder / "engine-0.log").read_text(), re.M)
+    return [int(pid) for pid in found]
 
 
 def processes(folder: Path) -> list[int]:
-    return [logged(folder, each) for each in ("server", "sglang::scheduler", "sglang::detokenizer")]
+    found = logged(folder, *PARTS)
+    assert len(found) == len(PARTS)
+    return found
 
 
 async def gone(pids: list[int]) -> None:
@@ -105,7 +110,7 @@ async def test_a_server_that_never_serves_is_ended_at_the_deadline(tmp_path: Pat
         await ServerProcess.start(
             ServerCommand(asked.name, argv, asked.env, asked.log_path, asked.ready_file), START_S
         )
-    await gone(processes(tmp_path))
+    await gone(logged(tmp_path, *PARTS))  # a slow machine had not started them all
 
 
 @pytest.mark.parametrize("part", ["server", "sglang::scheduler", "sglang::detokenizer"])
@@ -113,7 +118,8 @@ async def test_the_end_of_any_part_is_the_end_of_the_engine(tmp_path: Path, part
     server = await start(tmp_path)
     everything = processes(tmp_path)
 
-    os.kill(logged(tmp_path, part), signal.SIGKILL)
+    (pid,) = logged(tmp_path, part)
+    os.kill(pid, signal.SIGKILL)
 
     async with asyncio.timeout(SOON_S):
         exit_ = await server.wait_exit()
