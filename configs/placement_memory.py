@@ -27,6 +27,8 @@ class GpuMemory:
     engine_weights: int
     engine_kv: int
     """Keys and values of one response of full length."""
+    buckets: int
+    """What a publication needs beside them; see ``_buckets``."""
     colocated: bool
 
     @property
@@ -36,9 +38,9 @@ class GpuMemory:
 
     @property
     def serving(self) -> int:
-        """On a GPU of an engine, while it samples."""
+        """On a GPU of an engine, while it takes new weights."""
         resident = self.trainer_states if self.colocated else 0
-        return resident + self.engine_weights + self.engine_kv
+        return resident + self.engine_weights + self.engine_kv + self.buckets
 
     def document(self) -> dict[str, Any]:
         """As plain JSON."""
@@ -47,6 +49,7 @@ class GpuMemory:
             "trainer_work_bytes": self.trainer_work,
             "engine_weights_bytes": self.engine_weights,
             "engine_kv_bytes": self.engine_kv,
+            "bucket_bytes": self.buckets,
             "training_bytes": self.training,
             "serving_bytes": self.serving,
         }
@@ -69,8 +72,19 @@ def gpu_memory(spec: RunSpec, shape: ModelShape) -> GpuMemory:
         * shape.head_dim
         * size
         * spec.core.max_context_length,
+        buckets=_buckets(spec, size * shape.num_parameters),
         colocated=spec.colocated,
     )
+
+
+def _buckets(spec: RunSpec, model_bytes: int) -> int:
+    """Bytes of weights on their way, on an engine's GPU.
+
+    A colocated engine reads the trainer's bucket; one that receives a broadcast puts empty tensors
+    together to a bucket and so has two of them for a moment.
+    """
+    copies = {"disk": 0, "ipc": 1, "nccl": 2}[spec.publication_transport]
+    return copies * min(spec.core.update_weight_buffer_mib << 20, model_bytes)
 
 
 def memory_problems(spec: RunSpec) -> Iterator[Problem]:
@@ -98,10 +112,11 @@ def memory_problems(spec: RunSpec) -> Iterator[Problem]:
         yield Problem(
             "placement.gpu_memory_gib",
             f"an engine does not fit: {resident}weights {_gib(need.engine_weights)} + one "
-            f"response of core.max_context_length tokens {_gib(need.engine_kv)} = "
-            f"{_gib(need.serving)} GiB a GPU",
+            f"response of core.max_context_length tokens {_gib(need.engine_kv)} + weights on "
+            f"their way {_gib(need.buckets)} = {_gib(need.serving)} GiB a GPU",
             given,
-            "raise inference.tensor_parallel_size, or lower core.max_context_length",
+            "raise inference.tensor_parallel_size, or lower core.max_context_length or "
+            "core.update_weight_buffer_mib",
         )
 
 

@@ -164,7 +164,8 @@ def test_memory_of_one_gpu() -> None:
     assert need.engine_weights == shape.num_parameters  # 2 bytes over 2 GPUs
     heads = -(-shape.num_kv_heads // 2)
     assert need.engine_kv == 2 * shape.num_layers * heads * shape.head_dim * 2 * 500
-    assert need.serving == need.engine_weights + need.engine_kv
+    assert need.buckets == 2 * 2 * shape.num_parameters  # smaller than two buckets of 1 GiB
+    assert need.serving == need.engine_weights + need.engine_kv + need.buckets
     assert need.training == need.trainer_states + need.trainer_work
     together = gpu_memory(
         run.model_copy(
@@ -172,7 +173,8 @@ def test_memory_of_one_gpu() -> None:
         ),
         shape,
     )
-    assert together.serving == need.serving + need.trainer_states
+    assert together.buckets == need.buckets // 2
+    assert together.serving == need.serving - together.buckets + need.trainer_states
 
 
 def test_what_does_not_fit_a_gpu_is_refused_with_the_sum() -> None:
@@ -187,3 +189,45 @@ def test_what_does_not_fit_a_gpu_is_refused_with_the_sum() -> None:
     assert "an engine does not fit: weights" in engine
     shape = tiny_shape(spec(**sized).model.tiny)  # type: ignore[arg-type]
     assert f"weights {2 * shape.num_parameters / GIB:.2f}" in engine
+
+
+@pytest.mark.parametrize(
+    ("tables", "transport"),
+    [
+        ({"placement": {"mode": "colocated"}}, "ipc"),
+        ({}, "nccl"),
+        ({"placement": {"mode": "cpu"}}, "disk"),
+        ({"placement": {"mode": "cpu"}, "inference": {"engine": "native"}}, "disk"),
+        ({"placement": {"mode": "colocated"}, "inference": {"engine": "native"}}, "disk"),
+        ({"core": {"publication_mode": "rolling"}}, "disk"),
+        ({"core": {"publication_transport": "disk"}}, "disk"),
+    ],
+)
+def test_weights_travel_as_the_placement_allows(tables: dict[str, Any], transport: str) -> None:
+    assert spec(**tables).publication_transport == transport
+
+
+@pytest.mark.parametrize(
+    ("transport", "tables", "reason"),
+    [
+        ("ipc", {}, 'cannot open the memory of the trainer\'s; use "nccl" or "auto"'),
+        ("nccl", {"placement": {"mode": "colocated"}}, "does not connect two processes on one GPU"),
+        (
+            "nccl",
+            {"placement": {"mode": "cpu"}, "inference": {"engine": "native"}},
+            "the native engine takes no broadcast",
+        ),
+        (
+            "nccl",
+            {"core": {"publication_mode": "rolling"}, "asynchronous": {"fully_async": True}},
+            "weights that wait for each engine in turn",
+        ),
+    ],
+)
+def test_a_transport_that_the_engines_cannot_use_is_refused(
+    transport: str, tables: dict[str, Any], reason: str
+) -> None:
+    core = {**tables.get("core", {}), "publication_transport": transport}
+    (problem,) = problems(**{**tables, "core": core})
+    assert problem.startswith(f'core.publication_transport = "{transport}"')
+    assert reason in problem
