@@ -39,7 +39,7 @@ def told(folder: Path, **more: Any) -> Namespace:
 
 def test_the_first_wave_of_a_client_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two at once: answers at 1 and 2 s, then four more by 10 s of 5 tokens each: 20 in 8 s."""
-    module = load("engine_throughput", monkeypatch)
+    module = load("client_process", monkeypatch)
     ends = [10.0, 1.0, 2.0, 4.0, 6.0, 8.0]
     answers = [{"begin": 0.0, "end": end, "tokens": 5} for end in ends]
     row = module.steady(answers, 2, cpu_seconds=3.0)
