@@ -38,6 +38,17 @@ class _Place(NamedTuple):
     folder: str
 
 
+class SavedFolder(NamedTuple):
+    """A checkpoint's folder as it stands; without a marker it is no checkpoint."""
+
+    update: int
+    epoch: int
+    folder: str
+    marker: CheckpointMarker | None
+    fault: str
+    """Why there is no marker; empty when there is one."""
+
+
 def commit_checkpoint(
     store: Store,
     run: RunRef,
@@ -112,6 +123,19 @@ def newest_checkpoint(store: Store) -> CheckpointRef | None:
             "afresh with another output.root"
         )
     return None
+
+
+def saved_folders(store: Store) -> list[SavedFolder]:
+    """Every checkpoint folder, oldest first, with or without a readable marker.
+
+    Raises ``ContractViolation`` for a marker of a newer version.
+    """
+    found = []
+    for place in reversed(_places(store)):
+        marker, encoded = _load_marker(store, place.folder)
+        fault = "" if marker else "unreadable" if encoded else "missing"
+        found.append(SavedFolder(place.update, place.epoch, place.folder, marker, fault))
+    return found
 
 
 def read_marker(store: Store, ref: CheckpointRef) -> CheckpointMarker:

@@ -105,6 +105,10 @@ class Store:
         """The whole file ``rel``."""
         return bytes(self._fs.cat_file(self._full(rel)))
 
+    def read_head(self, rel: str, num_bytes: int) -> bytes:
+        """The first ``num_bytes`` of the file ``rel``, fewer when it is shorter."""
+        return bytes(self._fs.cat_file(self._full(rel), start=0, end=num_bytes))
+
     def write_bytes(self, rel: str, data: bytes) -> None:
         """Replace the file ``rel`` atomically and durably; parents are created."""
         with storage_errors(self._where(rel)):
