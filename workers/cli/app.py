@@ -6,7 +6,18 @@ from typing import Annotated
 
 import typer
 
-from workers.cli import audit, config, control, doctor, evaluation, model, run, stack, status
+from workers.cli import (
+    analyze,
+    audit,
+    config,
+    control,
+    doctor,
+    evaluation,
+    model,
+    run,
+    stack,
+    status,
+)
 from workers.cli.errors import DONE, report
 
 app = typer.Typer(
@@ -53,6 +64,7 @@ def _register() -> None:
     app.add_typer(config.group, name="config", rich_help_panel="Run files")
     app.add_typer(model.group, name="model", rich_help_panel="Run files")
     app.add_typer(doctor.group, name="doctor", rich_help_panel="Diagnosis")
+    app.add_typer(analyze.group, name="analyze", rich_help_panel="Diagnosis")
     app.add_typer(stack.worker_group, name="worker", rich_help_panel="Embedded stack")
 
 

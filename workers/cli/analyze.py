@@ -1,0 +1,93 @@
+"""``analyze``: what a finished run's files say about its speed."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from workers.cli.names import root_of
+from workers.cli.output import notice, out, print_json
+
+group = typer.Typer(no_args_is_help=True, help="Measure a finished run from its files.")
+
+Root = Annotated[
+    str, typer.Argument(metavar="ROOT|RUN_FILE", help="The run's output.root, or its run file.")
+]
+Incomplete = Annotated[
+    bool,
+    typer.Option(
+        "--allow-incomplete",
+        help="Also take a run that is not complete or did work again: last tries count.",
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
+Warmup = Annotated[int, typer.Option(help="First updates that are not measured.")]
+
+
+@group.callback()
+def _group() -> None:
+    """Measure a finished run from its files."""
+
+
+@group.command()
+def throughput(
+    root: Root, warmup: Warmup = 3, allow_incomplete: Incomplete = False, json: Json = False
+) -> None:
+    """Times of updates, waits of the trainer, delivered and discarded tokens, unused work.
+
+    Writes `throughput-analysis.json` under the root.
+    """
+    # pyarrow and fsspec are slow to import; other verbs do without them.
+    from activities.analysis.throughput import analyze
+    from activities.storage import layout
+
+    report = analyze(root_of(root), warmup, allow_incomplete=allow_incomplete)
+    _deliver(report, layout.THROUGHPUT_ANALYSIS, json)
+    if not json:
+        out().print(_table(_throughput_rows(report)))
+
+
+def _deliver(report: dict[str, Any], rel: str, json: bool) -> None:
+    """Write ``report`` under its root, and print it when ``json``."""
+    from activities.storage.store import Store
+
+    store = Store(report["root"])
+    store.write_json(rel, report)
+    if json:
+        print_json(report, indent=2)
+    else:
+        notice(f"written: {store.root}/{rel}")
+
+
+def _throughput_rows(report: Mapping[str, Any]) -> dict[str, str]:
+    ending = "stopped at its soft deadline" if report["stopped_for_time"] else "ran to its horizon"
+    if not report["end_to_end_passed"]:
+        ending = f"{report['workflow']['status']}, not complete"
+    updates = (
+        f"{report['measured_updates']} measured of {report['completed_updates']} "
+        f"({report['planned_updates']} planned, warmup {report['warmup_updates']})"
+    )
+    rows = {"run": ending, "updates": updates}
+    for stage, seconds in report["median_seconds"].items():
+        rows[f"median {stage}"] = f"{seconds:.3f} s"
+    rows["response tokens per second"] = f"{report['useful_response_tokens_per_second']:,.1f}"
+    rows["trainer waited"] = _share(report["trainer_wait_fraction"])
+    rows["discarded tokens"] = _share(report["discarded_token_fraction"])
+    rows["tokens of the current policy"] = _share(report["current_policy_token_fraction"])
+    unused = report["terminal_unused_work"]
+    rows["unused at the end"] = (
+        "-" if unused is None else f"{unused['response_tokens']['remaining']:,} response tokens"
+    )
+    return rows
+
+
+def _table(rows: Mapping[str, str]) -> Table:
+    table = Table(box=None, show_header=False)
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
