@@ -126,9 +126,10 @@ async def test_control_answers_are_understood(release: str) -> None:
     await client_of(control["flush"]).flush_cache()
     await client_of(control["abort"]).abort_all()
     await client_of(info, control["rename"]).set_weight_version(9)
-    await update(client_of(control["pause"], info, control["update"]))
+    at_rest = (control["pause"], info, control["flush"])
+    await update(client_of(*at_rest, control["update"]))
     with pytest.raises(ContractViolation, match="Failed to get weights iterator"):
-        await update(client_of(control["pause"], info, control["update of nothing"]))
+        await update(client_of(*at_rest, control["update of nothing"]))
 
 
 async def test_checksums_of_a_gpu_are_read_and_of_a_cpu_refused() -> None:
