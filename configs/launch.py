@@ -19,7 +19,7 @@ _RESERVED = frozenset(
         "MASTER_PORT",
     )
 )
-_CREDENTIAL_SUFFIXES = (
+CREDENTIAL_SUFFIXES = (
     "_TOKEN",
     "_API_KEY",
     "_PASSWORD",
@@ -53,7 +53,7 @@ class LaunchSection(Section):
         for name in env:
             if name in _RESERVED or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
                 raise ValueError(f"environment name {name!r} is reserved or not an identifier")
-            if name.endswith(_CREDENTIAL_SUFFIXES):
+            if name.endswith(CREDENTIAL_SUFFIXES):
                 raise ValueError(
                     f"{name!r} looks like a credential; set it in the worker's environment instead"
                 )

@@ -19,6 +19,7 @@ from workers.cli import (
     status,
 )
 from workers.cli.errors import DONE, report
+from workers.cli.report import report as run_report
 
 app = typer.Typer(
     name="perdure",
@@ -50,7 +51,7 @@ def version() -> None:
 
 def _register() -> None:
     for panel, commands in (
-        ("Runs", (run.run, run.start, run.wait, status.status, audit.audit)),
+        ("Runs", (run.run, run.start, run.wait, status.status, audit.audit, run_report)),
         (
             "Control",
             (control.pause, control.resume, control.checkpoint, control.stop, control.cancel),
