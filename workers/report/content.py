@@ -1,5 +1,6 @@
 """Everything that a report shows, read from a run's files and cut to a size."""
 
+import hashlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,7 +33,6 @@ MOST_LIVES = 40
 MOST_NOTES = 100
 MOST_EVALUATIONS = 100
 FLEET_JSON = "fleet.json"
-_TOKENIZER = f"{layout.PREPARED_MODEL}/tokenizer.json"
 
 Facts = list[tuple[str, str]]
 
@@ -172,20 +172,24 @@ def _code_digests(files: RunFiles) -> list[str]:
 
 
 def _decoder(files: RunFiles) -> Decode | None:
-    """Turns token ids into text; none without the tokenizers package or the tokenizer's file."""
+    """Turns token ids into text; none without the tokenizer that made the prepared data."""
+    instead = "responses are shown as token ids"
     try:
         from tokenizers import Tokenizer
     except ImportError:
-        files.notes.append("responses are shown as token ids: the package tokenizers is missing")
+        files.notes.append(f"{instead}: the package tokenizers is not installed")
         return None
+    contract = part(files.document(layout.MANIFEST_JSON), "contract")
+    expected = part(contract, "tokenizer_files").get("tokenizer.json")
     try:
-        tokenizer = Tokenizer.from_str(files.store.read_bytes(_TOKENIZER).decode())
-    except FileNotFoundError:
-        files.notes.append(f"responses are shown as token ids: {_TOKENIZER} is missing")
+        data = files.store.read_bytes(f"{layout.PREPARED_MODEL}/tokenizer.json")
+    except OSError as error:
+        files.note("tokenizer.json", error)
         return None
-    except Exception as error:  # the package raises plain Exception for a file that is damaged
-        files.note(_TOKENIZER, error)
+    if hashlib.sha256(data).hexdigest() != expected:  # and might not load
+        files.notes.append(f"{instead}: tokenizer.json is not the one of {layout.MANIFEST_JSON}")
         return None
+    tokenizer = Tokenizer.from_str(data.decode())
     return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
