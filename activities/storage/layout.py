@@ -14,6 +14,8 @@ PLAN_JSON = "plan.json"
 RESOLVED_CONFIG = "run-spec.json"
 """The resolved run file; its digest is the run's identity."""
 ATTEMPTS_JSON = "attempts.json"
+FLEET_JSON = "fleet.json"
+"""Newest life of every process of the run."""
 REPORT = "report.html"
 """What ``perdure report`` writes: for people, read by nothing."""
 

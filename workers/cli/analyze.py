@@ -1,6 +1,7 @@
 """``analyze``: what a finished run's files say about its speed."""
 
 from collections.abc import Mapping
+from statistics import median
 from typing import Annotated, Any
 
 import typer
@@ -48,6 +49,40 @@ def throughput(
         out().print(_table(_throughput_rows(report)))
 
 
+@group.command()
+def capacity(
+    root: Root, warmup: Warmup = 6, allow_incomplete: Incomplete = False, json: Json = False
+) -> None:
+    """Token rates and hardware use of every update, where trainer and engines are apart.
+
+    Writes `capacity-analysis.json` under the root.
+    """
+    from activities.analysis.capacity import measurements
+    from activities.storage import layout
+
+    report = measurements(root_of(root), warmup, allow_incomplete=allow_incomplete)
+    _deliver(report, layout.CAPACITY_ANALYSIS, json)
+    if not json:
+        out().print(_table(_capacity_rows(report)))
+
+
+@group.command()
+def occupancy(
+    root: Root, warmup: Warmup = 6, allow_incomplete: Incomplete = False, json: Json = False
+) -> None:
+    """How busy pipeline, engines and GPUs were, weighted by time.
+
+    Writes `occupancy-analysis.json` under the root.
+    """
+    from activities.analysis.occupancy import analyze
+    from activities.storage import layout
+
+    report = analyze(root_of(root), warmup, allow_incomplete=allow_incomplete)
+    _deliver(report, layout.OCCUPANCY_ANALYSIS, json)
+    if not json:
+        out().print(_occupancy_table(report))
+
+
 def _deliver(report: dict[str, Any], rel: str, json: bool) -> None:
     """Write ``report`` under its root, and print it when ``json``."""
     from activities.storage.store import Store
@@ -80,6 +115,38 @@ def _throughput_rows(report: Mapping[str, Any]) -> dict[str, str]:
         "-" if unused is None else f"{unused['response_tokens']['remaining']:,} response tokens"
     )
     return rows
+
+
+def _capacity_rows(report: Mapping[str, Any]) -> dict[str, str]:
+    """Medians over the warm updates that know a value."""
+    warm = [row for row in report["rows"] if row["is_warm"]]
+    names = {name: None for row in warm for name in row if not name.endswith("_coverage")}
+    rows = {"warm updates": str(len(warm))}
+    for name in sorted(name for name in names if "/" in name):
+        known = [row[name] for row in warm if name in row]
+        missing = f"  (known in {len(known)})" if len(known) < len(warm) else ""
+        rows[name] = f"{median(known):,.4g}{missing}"
+    return rows
+
+
+def _occupancy_table(report: Mapping[str, Any]) -> Table:
+    table = Table("series", "coverage", "mean", "p95", "largest", "empty", box=None)
+    for name, summary in report["pipeline"].items():
+        table.add_row(name, *_cells(summary))
+    for url, engine in report["engines"].items():
+        for series in engine["series"]:
+            table.add_row(f"{url} {series['name']}", *_cells(series))
+    for node, devices in report["hardware"].items():
+        for device in devices:
+            for name, summary in device["metrics"].items():
+                table.add_row(f"{node} GPU {device['index']} {name}", *_cells(summary))
+    return table
+
+
+def _cells(summary: Mapping[str, Any]) -> list[str]:
+    values = (summary[name] for name in ("mean", "p95", "maximum"))
+    numbers = ["-" if value is None else f"{value:,.4g}" for value in values]
+    return [_share(summary["coverage"]), *numbers, _share(summary["empty_fraction"])]
 
 
 def _table(rows: Mapping[str, str]) -> Table:

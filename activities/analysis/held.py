@@ -1,0 +1,98 @@
+"""Means over time of values that were looked at now and then.
+
+A value holds until the next look, at most ``MAX_HOLD_S`` seconds: later nobody knows. What is
+unknown covers nothing, so a gap lowers the coverage and never the mean.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+from activities.analysis.run_facts import number
+from models.errors import ConfigurationError
+
+MAX_HOLD_S = 10.0
+FULL_COVERAGE = 0.95
+"""From which a window counts as wholly observed."""
+_PERCENTILE = 0.95
+_ROUNDING = 1e-9
+
+Point = tuple[float, float | None]
+"""(Unix time, value; None when it was unknown then)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A value over a window; all None but ``coverage`` when nothing is known."""
+
+    coverage: float = 0.0
+    """Share of the window in which the value is known."""
+    mean: float | None = None
+    """Over the known time."""
+    p95: float | None = None
+    """Smallest value that is not exceeded in 95 % of the known time."""
+    maximum: float | None = None
+    empty_fraction: float | None = None
+    """Share of the known time at exactly 0."""
+
+    def document(self) -> dict[str, Any]:
+        """As plain JSON."""
+        return asdict(self)
+
+
+class Series:
+    """Values of one thing in time, for any number of windows."""
+
+    def __init__(self, points: Iterable[Point]) -> None:
+        ordered = sorted(points, key=lambda point: point[0])
+        self._times = [time for time, _ in ordered]
+        self._values = [number(value) for _, value in ordered]
+
+    def summary(self, start: float, end: float, max_hold: float = MAX_HOLD_S) -> Summary:
+        """The window ``[start, end)``. Reads only the points that can matter there.
+
+        Raises:
+            ConfigurationError: the window or ``max_hold`` is empty.
+        """
+        if not start < end or not max_hold > 0:
+            raise ConfigurationError(
+                f"a window from {start} to {end} with values held for {max_hold} s covers nothing"
+            )
+        first = bisect_left(self._times, start - max_hold)
+        last = bisect_right(self._times, end)
+        times = [*self._times[first:last], end]
+        held: list[tuple[float, float]] = []
+        for (time, following), value in zip(pairwise(times), self._values[first:last], strict=True):
+            seconds = min(following, end, time + max_hold) - max(time, start)
+            if value is not None and seconds > 0:
+                held.append((value, seconds))
+        return _summary(held, end - start)
+
+
+def summarize(
+    points: Iterable[Point], start: float, end: float, max_hold: float = MAX_HOLD_S
+) -> dict[str, Any]:
+    """``Series.summary`` of points in any order, as plain JSON."""
+    return Series(points).summary(start, end, max_hold).document()
+
+
+def _summary(held: Sequence[tuple[float, float]], window: float) -> Summary:
+    covered = sum(seconds for _, seconds in held)
+    if not covered:
+        return Summary()
+    reached, p95 = 0.0, None
+    ordered = sorted(held)
+    for value, seconds in ordered:
+        reached += seconds
+        if reached >= (_PERCENTILE - _ROUNDING) * covered:
+            p95 = value
+            break
+    return Summary(
+        coverage=min(1.0, covered / window),
+        mean=sum(value * seconds for value, seconds in held) / covered,
+        p95=p95,
+        maximum=ordered[-1][0],
+        empty_fraction=sum(seconds for value, seconds in held if value == 0) / covered,
+    )
