@@ -22,9 +22,11 @@ HELD_OUT = 3
 class CompletedRun(SyntheticRun):
     """Checkpoints after updates 3 and 7, evaluations after 0, 4 and 8 updates, an export."""
 
-    def __init__(self, root: str, *, stop_after: int = UPDATES) -> None:
+    def __init__(self, root: str, *, stop_after: int = UPDATES, export_hf: bool = True) -> None:
         super().__init__(root)
-        self.document = resolve_document(_document(self.store.root), origin="made").document
+        self.document = resolve_document(
+            _document(self.store.root, export_hf), origin="made"
+        ).document
         self.store.write_json(layout.RESOLVED_CONFIG, self.document)
         self._prepare()
         self._publish(0)
@@ -98,11 +100,11 @@ def safetensors_file(data: bytes) -> bytes:
     return len(header).to_bytes(8, "little") + header + data
 
 
-def _document(root: str) -> dict[str, Any]:
+def _document(root: str, export_hf: bool) -> dict[str, Any]:
     document: dict[str, Any] = document_of(root, 4)
     document["data"]["eval_prompt_data"] = "/data/eval.jsonl"
     document["training"] |= {"save_interval": 4}
     document["evaluation"] = {"interval": 4}
-    document["output"]["export_hf"] = True
+    document["output"]["export_hf"] = export_hf
     document["core"] = {"checkpoint_keep_last": 2}
     return document

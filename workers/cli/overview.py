@@ -123,7 +123,7 @@ async def _run(client: Client, run_id: str, place: Place) -> dict[str, Any] | No
     progress = await progress_of(client, run_id) if asks else None
     root = _root(view, progress)
     state = _state(view, progress, outcome)
-    actors = await asyncio.to_thread(_actors, root, is_local=place.stack is not None)
+    actors = await asyncio.to_thread(actors_of, root, is_local=place.stack is not None)
     known = progress or RunProgress()
     pipeline = None
     if view.is_open and samples_freely(known):
@@ -196,7 +196,7 @@ def _state(view: RunView, progress: RunProgress | None, outcome: object) -> str:
     return (progress.state if progress else RunState.PREPARING).value
 
 
-def _actors(root: str, *, is_local: bool) -> list[dict[str, Any]]:
+def actors_of(root: str, *, is_local: bool) -> list[dict[str, Any]]:
     """What the fleet wrote at its last (re)build; pids of this host are looked at now."""
     if not root:
         return []

@@ -1,0 +1,139 @@
+"""Current attempts of a run: the workflow, its pending activities, its actors; newest of each."""
+
+import asyncio
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import psutil
+from temporalio.api.enums.v1 import PendingActivityState
+from temporalio.api.workflow.v1 import PendingActivityInfo
+from temporalio.client import Client
+from temporalio.service import RPCError
+
+from activities.storage import layout
+from workers.cli import artifacts
+from workers.cli.server import RPC_TIMEOUT
+
+WORKFLOW = "workflow"
+_STATES = {
+    PendingActivityState.PENDING_ACTIVITY_STATE_SCHEDULED: "pending",
+    PendingActivityState.PENDING_ACTIVITY_STATE_STARTED: "running",
+    PendingActivityState.PENDING_ACTIVITY_STATE_CANCEL_REQUESTED: "canceling",
+    PendingActivityState.PENDING_ACTIVITY_STATE_PAUSED: "paused",
+    PendingActivityState.PENDING_ACTIVITY_STATE_PAUSE_REQUESTED: "pausing",
+}
+
+
+async def attempts_of(
+    client: Client | None, run: dict[str, Any], fleet: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Newest attempt per (task, rank): workflow first, then activities, then actors.
+
+    Args:
+        client: whom to ask for pending activities; none: nobody.
+        run: a run of the overview.
+        fleet: every actor that the run ever had, alive or not.
+    """
+    rows = [await asyncio.to_thread(_workflow, run)]
+    if client is not None:
+        rows += [_activity(each) for each in await _pending(client, run["run_id"])]
+    rows += await asyncio.to_thread(_actors, run, fleet)
+    return newest(rows)
+
+
+def newest(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The row with the highest attempt of each (task, rank), in the order of first appearance."""
+    latest: dict[tuple[str, int], dict[str, Any]] = {}
+    for row in rows:
+        key = row["task"], row["rank"]
+        if key not in latest or row["attempt"] >= latest[key]["attempt"]:
+            latest[key] = row
+    return list(latest.values())
+
+
+def _workflow(run: dict[str, Any]) -> dict[str, Any]:
+    starts = artifacts.read_json(run["root"], layout.ATTEMPTS_JSON) if run["root"] else None
+    last = starts[-1] if isinstance(starts, list) and starts else {}
+    owner = artifacts.read_json(run["root"], layout.OWNER_JSON) if run["root"] else None
+    state = artifacts.read_json(run["root"], layout.WORKFLOW_JSON) if run["root"] else None
+    host = owner.get("owner", {}).get("host") if isinstance(owner, dict) else None
+    error = state.get("error") if isinstance(state, dict) else None
+    kind, _, message = str(error or "").partition(": ")
+    return {
+        "task": WORKFLOW,
+        "rank": 0,
+        "state": run["state"],
+        "attempt": int(last.get("attempt", 0)),
+        "host": host or None,
+        "age_s": _age(last.get("started_unix")),
+        "last_failure": kind or None,
+        "reason": run["error"] or message or None,
+    }
+
+
+async def _pending(client: Client, run_id: str) -> list[PendingActivityInfo]:
+    """Activities that wait or run; none where the server does not say."""
+    try:
+        described = await client.get_workflow_handle(run_id).describe(rpc_timeout=RPC_TIMEOUT)
+    except RPCError:
+        return []
+    return list(described.raw_description.pending_activities)
+
+
+def _activity(pending: PendingActivityInfo) -> dict[str, Any]:
+    """The attempt's number counts from 0, as everywhere here; Temporal counts from 1."""
+    failure = pending.last_failure if pending.HasField("last_failure") else None
+    started = pending.last_started_time if pending.HasField("last_started_time") else None
+    kind = None
+    if failure is not None:
+        kind = failure.application_failure_info.type or failure.WhichOneof("failure_info")
+    return {
+        "task": pending.activity_type.name,
+        "rank": 0,
+        "state": _STATES.get(pending.state, "unknown"),
+        "attempt": max(0, pending.attempt - 1),
+        "host": pending.last_worker_identity or None,
+        "age_s": _age(started.seconds if started is not None else None),
+        "last_failure": kind,
+        "reason": failure.message if failure is not None else None,
+    }
+
+
+def _actors(run: dict[str, Any], fleet: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    failures = _engine_failures(run["root"])
+    ended = run["state"] in ("complete", "failed", "stopped")
+    rows = []
+    for actor in fleet:
+        failure = failures.get(f"{actor['role']}-{actor['rank']}", {})
+        alive = bool(actor["alive"])
+        rows.append(
+            {
+                "task": actor["role"],
+                "rank": actor["rank"],
+                "state": "running" if alive else "ended" if ended else "lost",
+                "attempt": actor["incarnation"],
+                "host": actor["host"],
+                "age_s": _age(_started_unix(actor["pid"])) if alive else None,
+                "last_failure": failure.get("phase"),
+                "reason": failure.get("error"),
+            }
+        )
+    return rows
+
+
+def _engine_failures(root: str) -> dict[str, dict[str, Any]]:
+    """Engine -> how its newest replacement came about, as the newest publication tells."""
+    replaced = artifacts.last_row(root, layout.PUBLICATION).get("replaced") if root else None
+    return {str(each.get("engine")): each for each in replaced or () if isinstance(each, dict)}
+
+
+def _started_unix(pid: int) -> float | None:
+    try:
+        return psutil.Process(pid).create_time()
+    except psutil.Error:
+        return None  # on another host, or gone since
+
+
+def _age(started_unix: float | None) -> float | None:
+    return None if started_unix is None else round(max(0.0, time.time() - started_unix), 1)
