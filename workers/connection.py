@@ -13,6 +13,7 @@ from temporalio.envconfig import ClientConfig, ClientConnectConfig
 from temporalio.runtime import (
     LogForwardingConfig,
     LoggingConfig,
+    PrometheusConfig,
     Runtime,
     TelemetryConfig,
     TelemetryFilter,
@@ -30,7 +31,11 @@ _log = structlog.get_logger(__name__)
 
 
 async def connect(
-    address: str | None = None, *, configured: bool = True, timeout_s: float = CONNECT_TIMEOUT_S
+    address: str | None = None,
+    *,
+    configured: bool = True,
+    timeout_s: float = CONNECT_TIMEOUT_S,
+    metrics_address: str | None = None,
 ) -> Client:
     """A client with Perdure's plugin.
 
@@ -39,22 +44,25 @@ async def connect(
         configured: namespace, keys and TLS come from profile and ``TEMPORAL_*``; off for the
             embedded server, which has none of another server's.
         timeout_s: deadline of the connection, all addresses and handshakes included.
+        metrics_address: ``host:port`` where this process answers ``/metrics``; None: nowhere.
 
     Raises:
         ServiceUnreachable: no server answered in time.
-        ConfigurationError: the profile file is malformed or names an unknown profile.
+        ConfigurationError: the profile file is malformed or names an unknown profile, or the
+            address for metrics cannot be had.
     """
     config = _configuration() if configured else ClientConnectConfig()
     if address is not None:
         config["target_host"] = address
     config.setdefault("target_host", DEFAULT_ADDRESS)
     where = config["target_host"]
+    runtime = _runtime(metrics_address)
     try:
         async with asyncio.timeout(timeout_s):
             return await Client.connect(
                 **config,
                 plugins=[perdure_plugin()],
-                runtime=_runtime(),
+                runtime=runtime,
                 connect_timeout=timedelta(seconds=timeout_s),
             )
     except (RuntimeError, RPCError, OSError, TimeoutError) as error:
@@ -99,10 +107,16 @@ def _reason(error: Exception) -> str:
 
 
 @lru_cache(maxsize=1)
-def _runtime() -> Runtime:
+def _runtime(metrics_address: str | None) -> Runtime:
     """The process's one runtime. Core logs go through ``logging``: by default they use stdout."""
+    metrics = PrometheusConfig(bind_address=metrics_address) if metrics_address else None
     logs = LoggingConfig(
         filter=TelemetryFilter(core_level="WARN", other_level="ERROR"),
         forwarding=LogForwardingConfig(logger=logging.getLogger("temporal")),
     )
-    return Runtime(telemetry=TelemetryConfig(logging=logs))
+    try:
+        return Runtime(telemetry=TelemetryConfig(logging=logs, metrics=metrics))
+    except ValueError as error:
+        raise ConfigurationError(
+            f"the worker's metrics cannot be served at {metrics_address}: {error}"
+        ) from error

@@ -24,9 +24,11 @@ from models.ports import Tracker
 from workers.fleet import RayFleet
 from workers.fleet.cluster import RayCluster
 from workers.fleet.evaluating import RayEvaluators
+from workers.metrics_address import RUN_METRICS, metrics_address
 from workers.serving import build_worker, connect_patiently, run_process, serve
 from workers.source_digest import source_digest
 from workers.tracking.fan_out import FanOut
+from workers.tracking.prometheus_sink import PrometheusSink
 from workers.tracking.wandb_sink import WandbSink
 from workflows.options import fleet_queue
 
@@ -88,11 +90,16 @@ async def _may_be_open(client: Client, run_id: str) -> bool:
 
 
 async def _run() -> None:
-    trackers = FanOut([WandbSink(spec_of)])
+    trackers = FanOut([WandbSink(spec_of), *_prometheus()])
     try:
         await run_gpu_worker(RayFleet(), trackers, os.environ.get(FLEET_VARIABLE, "local"))
     finally:
         await asyncio.to_thread(trackers.close, TRACKER_CLOSE_S)
+
+
+def _prometheus() -> list[PrometheusSink]:
+    address = metrics_address(RUN_METRICS)
+    return [PrometheusSink(address)] if address else []
 
 
 def main() -> None:

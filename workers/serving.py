@@ -16,6 +16,8 @@ from temporalio.worker import Worker
 
 from models.errors import PerdureError, ServiceUnreachable
 from workers.connection import connect, ensure_search_attributes
+from workers.deployment import deployment
+from workers.metrics_address import WORKER_METRICS, metrics_address
 from workflows.evaluation import BackgroundEvaluation
 from workflows.training import Training
 
@@ -50,7 +52,11 @@ _log = structlog.get_logger(__name__)
 def build_worker(
     client: Client, task_queue: str, activities: Sequence[Callable[..., Any]]
 ) -> Worker:
-    """A worker of every workflow and of ``activities`` on ``task_queue``."""
+    """A worker of every workflow and of ``activities`` on ``task_queue``.
+
+    Raises:
+        ConfigurationError: the environment names half of a deployment version.
+    """
     return Worker(
         client,
         task_queue=task_queue,
@@ -62,6 +68,7 @@ def build_worker(
         graceful_shutdown_timeout=GRACEFUL_SHUTDOWN,
         max_heartbeat_throttle_interval=HEARTBEAT_THROTTLE,
         default_heartbeat_throttle_interval=HEARTBEAT_THROTTLE,
+        deployment_config=deployment(),
     )
 
 
@@ -70,12 +77,14 @@ async def connect_patiently(patience_s: float = CONNECT_PATIENCE_S) -> Client:
 
     Raises:
         ServiceUnreachable: none answered for ``patience_s`` seconds.
+        ConfigurationError: the address for metrics is none, or cannot be had.
     """
+    metrics = metrics_address(WORKER_METRICS)
     loop = asyncio.get_running_loop()
     deadline = loop.time() + patience_s
     while True:
         try:
-            client = await connect()
+            client = await connect(metrics_address=metrics)
             break
         except ServiceUnreachable as error:
             if loop.time() > deadline:
