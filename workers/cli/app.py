@@ -13,6 +13,7 @@ from workers.cli import (
     control,
     doctor,
     evaluation,
+    gpu_usage,
     model,
     run,
     stack,
@@ -58,6 +59,7 @@ def _register() -> None:
         ),
         ("Run files", (config.validate, config.plan)),
         ("Embedded stack", (stack.up, stack.down)),
+        ("Diagnosis", (gpu_usage.gpu_usage,)),
     ):
         for command in commands:
             app.command(rich_help_panel=panel)(command)
