@@ -85,6 +85,7 @@ def test_attempts_are_those_of_the_root(
     replaced = {"engine": "engine-0", "incarnation": 1, "phase": "load", "error": "out of memory"}
     row = {"version": 8, "replaced": [replaced]}
     run.store.append_jsonl(layout.PUBLICATION, row)
+    run.store.append_jsonl(layout.PUBLICATION, {"version": 9, "replaced": []})
     code, document = answer(capsys, run.store.root)
     assert code == 0
     workflow, first, second = document["runs"][0]["attempts"]
@@ -93,6 +94,16 @@ def test_attempts_are_those_of_the_root(
     assert (first["last_failure"], first["reason"]) == ("load", "out of memory")
     assert (first["state"], first["host"]) == ("running", "node-7")
     assert (second["rank"], second["attempt"], second["reason"]) == (1, 0, None)
+
+
+def test_engine_that_died_between_publications_has_its_log(
+    run: CompletedRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    actor = {"role": "engine", "rank": 1, "pid": 2**30, "host": "a", "incarnation": 3}
+    run.store.write_json("fleet.json", [actor])
+    _, document = answer(capsys, run.store.root)
+    engine = document["runs"][0]["attempts"][-1]
+    assert engine["reason"].endswith(f"see {run.store.root}/logs/engine-1.log")
 
 
 def test_a_flaw_is_printed_with_path_and_remedy(

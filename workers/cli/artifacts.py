@@ -37,7 +37,7 @@ def read_history(root: str) -> History:
     """Read the curves; empty when the root cannot be read or holds none."""
     rewards: dict[int, float] = {}
     evaluations: dict[int, float] = {}
-    for row in _rows(root):
+    for row in rows_of(root, layout.METRICS):
         step, reward = row.get("rollout/step"), row.get("rollout/reward")
         if step is not None and reward is not None:
             rewards[int(step)] = float(reward)
@@ -93,9 +93,10 @@ def exists(root: str, name: str) -> bool:
         return True
 
 
-def _rows(root: str) -> list[dict[str, Any]]:
+def rows_of(root: str, name: str) -> list[dict[str, Any]]:
+    """Whole rows of a JSONL file of the root; none when there is none."""
     try:
-        return Store(root).read_jsonl(layout.METRICS).rows
+        return Store(root).read_jsonl(name).rows
     except (PerdureError, OSError):
         return []
 

@@ -101,12 +101,20 @@ def _activity(pending: PendingActivityInfo) -> dict[str, Any]:
 
 
 def _actors(run: dict[str, Any], fleet: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    failures = _engine_failures(run["root"])
+    replaced = any(actor["incarnation"] for actor in fleet)
+    failures = _engine_failures(run["root"]) if replaced else {}
     ended = run["state"] in ("complete", "failed", "stopped")
     rows = []
     for actor in fleet:
-        failure = failures.get(f"{actor['role']}-{actor['rank']}", {})
-        alive = bool(actor["alive"])
+        name, alive = f"{actor['role']}-{actor['rank']}", bool(actor["alive"])
+        phase, reason = failures.get((name, actor["incarnation"] - 1), (None, None))
+        if actor["incarnation"] and reason is None:
+            log = (
+                f"{run['root']}/logs/{name}.log"
+                if actor["role"] == "engine"
+                else "the log of its worker"
+            )
+            reason = f"replaced between publications: see {log}"
         rows.append(
             {
                 "task": actor["role"],
@@ -115,17 +123,20 @@ def _actors(run: dict[str, Any], fleet: list[dict[str, Any]]) -> list[dict[str, 
                 "attempt": actor["incarnation"],
                 "host": actor["host"],
                 "age_s": _age(_started_unix(actor["pid"])) if alive else None,
-                "last_failure": failure.get("phase"),
-                "reason": failure.get("error"),
+                "last_failure": phase,
+                "reason": reason,
             }
         )
     return rows
 
 
-def _engine_failures(root: str) -> dict[str, dict[str, Any]]:
-    """Engine -> how its newest replacement came about, as the newest publication tells."""
-    replaced = artifacts.last_row(root, layout.PUBLICATION).get("replaced") if root else None
-    return {str(each.get("engine")): each for each in replaced or () if isinstance(each, dict)}
+def _engine_failures(root: str) -> dict[tuple[str, int], tuple[str, str]]:
+    """(engine, life) -> phase of the publication in which that life failed, and its error."""
+    return {
+        (str(each["engine"]), int(each["incarnation"])): (str(each["phase"]), str(each["error"]))
+        for row in artifacts.rows_of(root, layout.PUBLICATION)
+        for each in row.get("replaced") or ()
+    }
 
 
 def _started_unix(pid: int) -> float | None:
