@@ -18,7 +18,7 @@ def report(
         typer.Option("--output", metavar="FILE", help="Where to write; default ROOT/report.html."),
     ] = None,
     responses: Annotated[
-        int, typer.Option(min=0, max=200, help="Most responses that are shown token by token.")
+        int, typer.Option(min=0, max=100, help="Most responses that are shown token by token.")
     ] = 24,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:

@@ -8,6 +8,8 @@ from activities.storage.store import Store
 from models.errors import PerdureError
 
 Row = dict[str, Any]
+_LARGEST = 1e100
+"""Nothing that a run measures; larger numbers cannot be drawn."""
 
 
 class RunFiles:
@@ -56,11 +58,11 @@ class RunFiles:
 
 
 def number(row: Mapping[str, Any], key: str) -> float | None:
-    """The finite number under ``key``; none for anything else."""
+    """The number under ``key`` if it is one that can be drawn; none for anything else."""
     value = row.get(key)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    return float(value) if math.isfinite(value) else None
+    return float(value) if math.isfinite(value) and abs(value) < _LARGEST else None
 
 
 def index(row: Mapping[str, Any], key: str) -> int | None:

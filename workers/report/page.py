@@ -20,6 +20,8 @@ from workers.report.redaction import Redactor
 from workers.report.responses import MOST_TOKENS
 
 TEMPLATE = "page.html.j2"
+MOST_ROWS = 200
+"""Of any one table."""
 MOST_CHARS = 1_500
 """Of any one value: an error's text, a response's hidden form."""
 _SAID_ELSEWHERE = ("run_id", "notes", "verdict", "updates", "cursor")
@@ -49,6 +51,7 @@ def render(root: str, most_responses: int) -> str:
         audit_pairs=_counts(read.books),
         serving_pairs=[(name, number_text(count)) for name, count in read.serving.items()],
         token_limit=MOST_TOKENS,
+        row_limit=MOST_ROWS,
         chart_size=charts,
         lane_size=timeline,
     )
@@ -89,6 +92,10 @@ def _environment(redactor: Redactor) -> Environment:
         if isinstance(value, Markup) or not isinstance(value, str):
             return value  # a macro's own output: what is in it came through here
         return visible(redactor.text(value))
+
+    def short(value: Any, length: int = MOST_CHARS) -> str:
+        text = redactor.text(str(value))  # first: half a credential is not recognized
+        return text if len(text) <= length else f"{text[: length - 1]}…"
 
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
@@ -158,12 +165,6 @@ def size_text(num_bytes: float | None) -> str:
 def percent_text(share: float) -> str:
     """A share of one as percent."""
     return f"{100 * share:.1f} %"
-
-
-def short(value: Any, length: int = MOST_CHARS) -> str:
-    """At most ``length`` characters."""
-    text = str(value)
-    return text if len(text) <= length else f"{text[: length - 1]}…"
 
 
 def _spelled(found: re.Match[str]) -> str:

@@ -13,7 +13,6 @@ from workers.report.curves import Curves
 from workers.report.files import Row, RunFiles, index, number, parts
 from workers.report.timeline import Stage
 
-MOST_FAULTS = 200
 MOST_CHECKPOINTS = 100
 _FIRST, _SLOWEST, _LAST = 5, 10, 25
 """Publications shown of many."""
@@ -45,6 +44,24 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True)
+class Publication:
+    """Engines took one version."""
+
+    version: int | None
+    update: int | None
+    epoch: int | None
+    unix: float | None
+    mode: str
+    transport: str
+    seconds: float | None
+    num_bytes: float | None
+    engines: int
+    digest: str
+    agrees: bool
+    """Whether every engine showed the digest of the trainer's weights."""
+
+
+@dataclass(frozen=True, slots=True)
 class Publications:
     """Weights that engines took."""
 
@@ -53,7 +70,7 @@ class Publications:
     longest_seconds: float | None
     disagreeing: int
     """Publications after which an engine's digest differed from the trainer's."""
-    shown: tuple[Row, ...]
+    shown: tuple[Publication, ...]
 
 
 def faults_of(files: RunFiles, stages: Sequence[Stage], workflow: Row) -> list[Fault]:
@@ -160,23 +177,31 @@ def _marker(files: RunFiles, path: str) -> CheckpointMarker | None:
 
 def publications_of(files: RunFiles) -> Publications:
     """All publications as figures, and of many the first, the slowest and the last."""
-    rows = files.rows(layout.PUBLICATION)
-    seconds = [value for row in rows if (value := number(row, "total_seconds")) is not None]
-    slowest = sorted(range(len(rows)), key=lambda at: number(rows[at], "total_seconds") or 0.0)
-    kept = {*range(_FIRST), *slowest[-_SLOWEST:], *range(len(rows) - _LAST, len(rows))}
+    every = [_publication(row) for row in files.rows(layout.PUBLICATION)]
+    seconds = [each.seconds for each in every if each.seconds is not None]
+    slowest = sorted(range(len(every)), key=lambda at: every[at].seconds or 0.0)
+    kept = {*range(_FIRST), *slowest[-_SLOWEST:], *range(len(every) - _LAST, len(every))}
     return Publications(
-        count=len(rows),
+        count=len(every),
         median_seconds=median(seconds) if seconds else None,
         longest_seconds=max(seconds, default=None),
-        disagreeing=sum(not _agrees(row) for row in rows),
-        shown=tuple(
-            {**row, "engine_count": len(parts(row, "engines")), "agrees": _agrees(row)}
-            for at, row in enumerate(rows)
-            if at in kept
-        ),
+        disagreeing=sum(not each.agrees for each in every),
+        shown=tuple(each for at, each in enumerate(every) if at in kept),
     )
 
 
-def _agrees(row: Row) -> bool:
-    """Whether every engine showed the digest of the trainer's weights."""
-    return all(engine.get("digest") == row.get("digest") for engine in parts(row, "engines"))
+def _publication(row: Row) -> Publication:
+    engines = parts(row, "engines")
+    return Publication(
+        version=index(row, "version"),
+        update=index(row, "rollout_id"),
+        epoch=index(row, "epoch"),
+        unix=number(row, "time_unix"),
+        mode=str(row.get("mode", "")),
+        transport=str(row.get("transport", "")),
+        seconds=number(row, "total_seconds"),
+        num_bytes=number(row, "num_bytes"),
+        engines=len(engines),
+        digest=str(row.get("digest", "")),
+        agrees=all(engine.get("digest") == row.get("digest") for engine in engines),
+    )

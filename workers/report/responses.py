@@ -73,8 +73,11 @@ def sampled_responses(
     shown: list[Response] = []
     for update in updates:
         rows = _rows(files, f"{layout.ROLLOUTS}/{newest[update]}")
-        picked = _picked(rows, min(each, most - len(shown)))
-        shown += [_response(update, row, redactor, decode) for row in picked]
+        try:
+            picked = _picked(rows, min(each, most - len(shown)))
+            shown += [_response(update, row, redactor, decode) for row in picked]
+        except (KeyError, TypeError, ValueError) as error:  # columns of another shape
+            files.note(f"{layout.ROLLOUTS}/{newest[update]}", error)
     return shown
 
 
@@ -158,12 +161,13 @@ def _response(update: int, row: Row, redactor: Redactor, decode: Decode | None) 
         if version is not None:
             counts[version] = counts.get(version, 0) + 1
     prompt_ids: list[int] = row["prompt_token_ids"] or []
+    prompt = decode(prompt_ids) if decode else " ".join(map(str, prompt_ids))
     return Response(
         update=update,
         group=row["group_index"],
         sample=row["sample_index"],
         prompt_id=str(row["prepared_sample_id"]),
-        prompt=(decode(prompt_ids) if decode else " ".join(map(str, prompt_ids)))[:PROMPT_CHARS],
+        prompt=redactor.text(prompt)[:PROMPT_CHARS],
         reward=_finite(row["reward"]),
         advantage=_finite(row["advantage"]),
         finish=str(row["finish_reason"]),
@@ -173,7 +177,7 @@ def _response(update: int, row: Row, redactor: Redactor, decode: Decode | None) 
         if clean != whole
         else tuple(pieces_of(shown, versions, row["logprobs"] or [], decode)),
         hidden=clean[: 4 * MOST_TOKENS] if clean != whole else "",
-        verdicts=tuple(_verdict(verdict) for verdict in parts(row, "verdicts")),
+        verdicts=tuple(redactor.text(_verdict(verdict)) for verdict in parts(row, "verdicts")),
     )
 
 
@@ -189,7 +193,7 @@ def _versions(row: Row, length: int) -> list[int | None]:
 def _verdict(verdict: Row) -> str:
     score = _finite(verdict["score"])
     said = verdict["outcome"] if score is None else f"{verdict['outcome']} {score:.3g}"
-    detail = f" ({verdict['detail'][:200]})" if verdict["detail"] else ""
+    detail = f" ({verdict['detail']})" if verdict["detail"] else ""
     return f"{verdict['name']}: {said}{detail}"
 
 
