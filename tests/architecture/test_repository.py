@@ -110,7 +110,7 @@ def test_run_files_in_the_documents_are_valid(tmp_path: Path) -> None:
 def test_commands_in_the_documents_exist() -> None:
     """Every ``perdure VERB`` that a document tells people to type."""
     known = {
-        command.name or getattr(command.callback, "__name__", "")
+        command.name or getattr(command.callback, "__name__", "").replace("_", "-")
         for command in app.registered_commands
     }
     known |= {group.name or "" for group in app.registered_groups}
@@ -118,7 +118,7 @@ def test_commands_in_the_documents_exist() -> None:
         verb
         for name, text in tracked_text().items()
         if name.endswith(".md")
-        for verb in re.findall(r"(?:^\$ |`)perdure ([a-z]+)", text, re.MULTILINE)
+        for verb in re.findall(r"(?:^\$ |`)perdure ([a-z-]+)", text, re.MULTILINE)
     }
     assert told
     assert told <= known
