@@ -20,15 +20,15 @@ _SUFFIXES = tuple(suffix.lower() for suffix in CREDENTIAL_SUFFIXES)
 _SHAPES = re.compile(
     r"""
       (?P<before>
-          ://(?=[^\s/@]*:[^\s/@]*@)                                    # user and password of a URL
-        | [?&][\w.-]*(?:token|secret|signature|password|credential|api_?key)[\w.-]*=
+          ://(?=[^\s/@:]*:[^\s/@]*@)                                   # user and password of a URL
+        | [?&][\w.-]{0,40}(?:token|secret|signature|password|credential|api_?key)[\w.-]{0,40}=
         | \b(?:bearer|basic)\s+(?=[\w.~+/=-]{12})
         | \b[a-z][a-z0-9_]*_(?:token|api_key|password|secret|private_key|access_key)
           ["']?\s*[=:]\s*["']?
       )
       (?:(?<=://)[^\s/@]+ | [^\s&"'<>]+)
-    | \b(?:hf_|sk-|gh[oprsu]_|github_pat_|glpat-|xox[abprs]-|AKIA|ASIA|AIza)[A-Za-z0-9_-]{12,}
-    | \beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]+                                 # a JSON web token
+    | \b(?:hf_|sk-|gh[oprsu]_|github_pat_|glpat-|xox[abprs]-|(?-i:AKIA|ASIA|AIza))[A-Za-z0-9_-]{12,}
+    | \beyJ[\w-]{8,4000}\.[\w-]{8,4000}\.[\w-]+                         # a JSON web token
     | -----BEGIN[A-Z ]*PRIVATE[ ]KEY-----.*?(?:-----END[A-Z ]*-----|\Z)
     """,
     re.VERBOSE | re.IGNORECASE | re.DOTALL,
