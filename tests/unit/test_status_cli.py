@@ -1,6 +1,8 @@
 """``perdure status`` of one run without a server: details, verification, wrong input."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -237,3 +239,17 @@ def test_export_that_does_not_load(tmp_path: Path) -> None:
     check = check_reload(str(tmp_path), "export")
     assert not check.holds
     assert check.flaws[0].path == f"{tmp_path}/export"
+
+
+def test_plain_status_loads_no_slow_library(run: CompletedRun) -> None:
+    code = (
+        "import sys\n"
+        "from workers.cli.app import run_command\n"
+        f"assert run_command(['status', {run.store.root!r}, '--json']) == 0\n"
+        "slow = {'torch', 'ray', 'transformers', 'pyarrow', 'safetensors'}\n"
+        "assert not slow & set(sys.modules), slow & set(sys.modules)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
