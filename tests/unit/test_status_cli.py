@@ -13,7 +13,7 @@ from tests.support.completed_run import CompletedRun
 from workers.cli.app import run_command
 from workers.cli.status_attempts import newest
 from workers.cli.status_details import warnings_of
-from workers.cli.status_verify import check_reload, verify_run
+from workers.cli.status_verify import verify_run
 
 pytestmark = pytest.mark.usefixtures("no_server")
 
@@ -231,14 +231,6 @@ def test_newest_attempt_of_each_task_and_rank() -> None:
     keys = [("engine", 0, 1), ("engine", 1, 0), ("engine", 0, 0), ("trainer", 0, 0)]
     rows = [{"task": task, "rank": rank, "attempt": attempt} for task, rank, attempt in keys]
     assert newest(rows) == [rows[0], rows[1], rows[3]]
-
-
-def test_export_that_does_not_load(tmp_path: Path) -> None:
-    (tmp_path / "export").mkdir()
-    (tmp_path / "export" / "config.json").write_text('{"model_type": "llama"}')
-    check = check_reload(str(tmp_path), "export")
-    assert not check.holds
-    assert check.flaws[0].path == f"{tmp_path}/export"
 
 
 def test_plain_status_loads_no_slow_library(run: CompletedRun) -> None:

@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -10,12 +10,22 @@ from rich.text import Text
 
 from activities.analysis.completion import Check, Flaw
 from activities.analysis.completion_checks import verify
+from activities.storage import layout
 from activities.storage.store import Store
+from activities.wire.digest import weights_digest
 from configs.load import Loaded
-from models.errors import ConfigurationError, PerdureError
+from models.errors import ConfigurationError, ContractViolation, PerdureError
 
 _PROBE = (0, 1, 2, 3)
 """Token ids that every vocabulary has."""
+
+
+class _Published(NamedTuple):
+    """The newest weights of the engines."""
+
+    version: int
+    digest: str
+    dtype: str
 
 
 def verify_run(
@@ -108,33 +118,60 @@ def check_reload(root: str, folder: str) -> Check:
     except (PerdureError, OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         text = str(error).splitlines()
         problem = f"does not load: {text[0] if text else type(error).__name__}"
+        if isinstance(error, PerdureError):
+            problem = error.message
         return Check(name, "none", (Flaw(where, problem, remedy),))
 
 
 def _reload(root: str, folder: str) -> str:
-    """Evidence that the folder loads; ``ValueError`` when it is not what its files hold."""
+    """Evidence that the folder loads; ``ContractViolation`` when it is not what it should be."""
     import torch
     import transformers
     from safetensors import safe_open
 
     from workers.sources.expert_names import file_weights
+    from workers.sources.tensor_file import tensor_checksums
     from workers.trainers.load import load_model
     from workers.trainers.weights import named_weights
 
-    path = Store(root).local_path(folder)
+    store = Store(root)
+    path = store.local_path(folder)
     model = load_model(path)
     held: set[str] = set()
     for file in sorted(path.glob("*.safetensors")):
         with safe_open(file, "pt") as weights:
             held |= set(weights.keys())
-    family = json.loads((path / "config.json").read_text())["model_type"]
-    loaded = set(file_weights(named_weights(model), family))
-    if held != loaded:
-        raise ValueError(f"tensors differ: {', '.join(sorted(held ^ loaded)[:3])}")
+    config = json.loads((path / "config.json").read_text())
+    weights_by_name = file_weights(named_weights(model), config["model_type"])
+    if held != weights_by_name.keys():
+        raise ContractViolation(
+            f"tensors differ: {', '.join(sorted(held ^ weights_by_name.keys())[:3])}"
+        )
+    same = ""
+    if (published := _published(store, str(config.get("dtype")))) is not None:
+        dtype: torch.dtype = getattr(torch, published.dtype)
+        found = weights_digest(tensor_checksums(weights_by_name.items(), dtype))
+        if found != published.digest:
+            raise ContractViolation(f"holds weights {found}, published were {published.digest}")
+        same = f", the weights that were published as version {published.version}"
     transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([_PROBE]), use_cache=False).logits
     if not bool(torch.isfinite(logits).all()):
-        raise ValueError("logits are not finite")
+        raise ContractViolation("logits are not finite")
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    return f"{len(held)} tensors, {parameters} parameters, tokenizer, finite logits"
+    return f"{len(held)} tensors, {parameters} parameters, tokenizer, finite logits{same}"
+
+
+def _published(store: Store, dtype: str) -> _Published | None:
+    """What engines confirmed last; none where an export in ``dtype`` cannot be compared with it.
+
+    Weights that went by another transport than files are known by another kind of checksum, and a
+    coarser type than the engines' has lost what would be compared.
+    """
+    row = store.last_jsonl(layout.PUBLICATION) or {}
+    inference = store.read_json(layout.RESOLVED_CONFIG).get("inference") or {}
+    wanted = str(inference.get("dtype"))
+    if row.get("transport") != "disk" or dtype not in ("float32", wanted):
+        return None
+    return _Published(int(row["version"]), str(row["digest"]), wanted)
