@@ -28,7 +28,9 @@ def handle(rank: int, incarnation: int = 0) -> EngineHandle:
 
 def row(rank: int, state: EngineState = SERVING, pair: tuple[int, str] = OLD) -> RoutedEngine:
     each = handle(rank)
-    return RoutedEngine(**each.model_dump(), version=pair[0], digest=pair[1], state=state)
+    return RoutedEngine(
+        **each.model_dump(exclude={"gpus"}), version=pair[0], digest=pair[1], state=state
+    )
 
 
 def plan_of(*rows: RoutedEngine) -> RollingPlan:

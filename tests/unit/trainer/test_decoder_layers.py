@@ -301,6 +301,7 @@ def test_both_log_softmaxes_agree_with_autograd(temperature, with_entropy):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)  # a C++ compiler works, on cores that others use
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_generated_code_of_the_log_softmax_agrees_as_well():
     torch._dynamo.reset()
