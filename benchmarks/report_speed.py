@@ -11,6 +11,7 @@ updates of 64 samples in under 20 seconds and 10 MB, in time that grows with the
 import argparse
 import json
 import random
+import resource
 import subprocess
 import sys
 import tempfile
@@ -43,20 +44,28 @@ def main() -> None:
     for updates in options.updates:
         with tempfile.TemporaryDirectory() as root:
             make_run(root, updates, options.samples, options.tokens)
-            seconds, num_bytes = measure(root)
-        print(f"{updates} updates x {options.samples}: {seconds:.2f} s, {num_bytes / 1e6:.2f} MB")
+            wall_s, cpu_s, num_bytes = measure(root)
+        size = f"{updates} updates x {options.samples} samples"
+        print(f"{size}: {wall_s:.2f} s, {cpu_s:.2f} CPU s, {num_bytes / 1e6:.2f} MB", flush=True)
 
 
-def measure(root: str) -> tuple[float, int]:
-    """Wall seconds of the command, start of Python included, and bytes of the page."""
-    started = time.monotonic()
+def measure(root: str) -> tuple[float, float, int]:
+    """Wall and CPU seconds of the command, start of Python included, and bytes of the page."""
+    started, used = time.monotonic(), cpu_seconds_of_children()
     done = subprocess.run(
         [sys.executable, "-m", "workers", "report", root, "--json"],
         check=True,
         capture_output=True,
         text=True,
     )
-    return time.monotonic() - started, int(json.loads(done.stdout)["bytes"])
+    wall_s, cpu_s = time.monotonic() - started, cpu_seconds_of_children() - used
+    return wall_s, cpu_s, int(json.loads(done.stdout)["bytes"])
+
+
+def cpu_seconds_of_children() -> float:
+    """Of all processes that were started from here and have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def make_run(root: str, updates: int, samples: int, tokens: int) -> None:
