@@ -52,6 +52,7 @@ def test_a_run_is_told(root: str) -> None:
     assert "rollout_0000002.e1u3a1" in text
     assert "verifier failures6" in text.replace("\n", "")
     assert "0 → 0.5" in text  # a tenth of six updates is one
+    assert "prompts trained24" in text.replace("\n", "")
     for title in ("Reward", "Policy lag", "Entropy"):
         assert title in text
 

@@ -24,7 +24,7 @@ MOST_ROWS = 200
 """Of any one table."""
 MOST_CHARS = 1_500
 """Of any one value: an error's text, a response's hidden form."""
-_SAID_ELSEWHERE = ("run_id", "notes", "verdict", "updates", "cursor")
+_SAID_ELSEWHERE = ("run_id", "notes", "verdict", "updates", "cursor", "prompts_dropped")
 """Of an audit."""
 _UNSEEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff"
@@ -77,9 +77,10 @@ def write_report(root: str, path: str | None, most_responses: int) -> tuple[str,
 
 
 def _counts(books: Audit) -> content.Facts:
-    """What the audit counted, in words."""
-    shown = {key: value for key, value in as_json(books).items() if key not in _SAID_ELSEWHERE}
-    return [(key.replace("_", " "), value) for key, value in content.flat(shown)]
+    """What the audit counted, in words; every reason of a drop by itself."""
+    counts = {key: value for key, value in as_json(books).items() if key not in _SAID_ELSEWHERE}
+    dropped = [(f"dropped: {reason}", str(n)) for reason, n in books.prompts_dropped.items()]
+    return [(key.replace("_", " "), value) for key, value in content.flat(counts)] + dropped
 
 
 def _fates(books: Audit) -> list[tuple[str, int]]:
