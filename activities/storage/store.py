@@ -212,7 +212,7 @@ class Store:
                 if origin.parent != destination.parent:
                     atomic.sync_folder(origin.parent)
             else:
-                self._fs.mv(self._full(source), self._full(target), recursive=True)
+                self._move_objects(self._full(source), self._full(target))
 
     def remove_tree(self, rel: str) -> None:
         """Delete the file or folder ``rel``; nothing happens when it is missing."""
@@ -239,6 +239,15 @@ class Store:
         with storage_errors(str(local)):
             local.parent.mkdir(parents=True, exist_ok=True)
             self._fs.get_file(self._full(rel), str(local))
+
+    def _move_objects(self, source: str, target: str) -> None:
+        """Copy one by one, then delete: fsspec's ``mv`` asks S3 for folders, which it has not."""
+        objects = self._fs.find(source)
+        if not objects:
+            raise FileNotFoundError(source)
+        for name in objects:
+            self._fs.cp_file(name, target + name.removeprefix(source))
+        self._fs.rm(source, recursive=True)
 
     def _jsonl_bytes(self, rel: str) -> bytes:
         if self._is_local:
