@@ -19,7 +19,9 @@ async def answer(
     address = stage.client.service_client.config.target_host
     words = ["status", stage.name, "--json", "--address", address, *arguments]
     code = await asyncio.wait_for(asyncio.to_thread(run_command, words), 30)
-    document: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    lines = capsys.readouterr().out.splitlines()
+    (line,) = [each for each in lines if each.startswith('{"runs"')]
+    document: dict[str, Any] = json.loads(line)
     return code, document
 
 
