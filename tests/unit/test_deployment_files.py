@@ -129,6 +129,19 @@ def test_secrets_come_from_the_settings() -> None:
                 assert re.fullmatch(r"\$\{[A-Z_]+:\?[^}]+\}", value), (name, variable)
 
 
+def test_the_guide_has_every_setting() -> None:
+    guide = (ROOT / "docs/deployment.md").read_text()
+    text = (ROOT / "docker-compose.yml").read_text()
+    for setting in set(re.findall(r"\$\{([A-Z_]+)[:}]", text)) - {"MINIO_ROOT_USER"}:
+        assert f"`{setting}`" in guide, setting
+    for name, service in SERVICES.items():
+        assert f"`{name}`" in guide
+        for port in service.get("ports", []):
+            default = re.search(r":-(\d+)\}", port)
+            assert default is not None
+            assert default.group(1) in guide
+
+
 def test_secrets_stay_out_of_git_and_of_the_image() -> None:
     ignored = (ROOT / ".gitignore").read_text().split()
     assert {".env", "deploy/worker.env"} <= set(ignored)
