@@ -31,6 +31,8 @@ async def test_a_run_that_takes_turns_survives_kills_in_every_turn(
         tmp_path / "run.toml", "turns", root, tiny_model,
         placement__mode="colocated", training__num_rollouts=UPDATES, training__save_interval=3,
         inference__num_engines=2,
+        # Weights go from process to process, in more than one piece, as on GPUs.
+        core__publication_transport="ipc", core__update_weight_buffer_mib=1,
     )  # fmt: skip
     job = Job(stack, config, "turns", root)
     await asyncio.to_thread(job.start)
@@ -48,6 +50,9 @@ async def test_a_run_that_takes_turns_survives_kills_in_every_turn(
     rows = store.read_jsonl(layout.PUBLICATION).rows
     assert {row["version"] for row in rows} >= {2 * update for update in range(UPDATES + 1)}
     assert all(len(row["engines"]) == 2 for row in rows)
+    assert sum(row["transport"] == "ipc" and row["buckets"] > 1 for row in rows) > UPDATES - len(
+        KILLS
+    )
     # What a kill made come again found engines that had their memory.
     woken = [row for row in rows if row["memory_seconds"] > 0]
     assert len(woken) >= UPDATES - len(KILLS)
