@@ -76,7 +76,7 @@ class WeightSender:
             digest=self._weights.digest(),
             checksum="fingerprint",
             transport="disk" if path else self._transport,
-            num_buckets=len(self._plans),
+            num_buckets=0 if path else len(self._plans),
             num_tensors=sum(len(plan.tensors) for plan in self._plans),
             num_bytes=sum(plan.num_bytes for plan in self._plans),
             dtype=str(self._dtype).removeprefix("torch."),
