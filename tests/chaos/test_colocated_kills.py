@@ -51,7 +51,6 @@ async def test_a_run_that_takes_turns_survives_kills_in_every_turn(
     assert {row["version"] for row in rows} >= {2 * update for update in range(UPDATES + 1)}
     # One that dies just when a publication begins is loaded by the healing of the next stage.
     short = [row for row in rows if len(row["engines"]) != 2]
-    print(short)
     assert len(short) <= sum(victim == "engine" for victim, _ in KILLS)
     assert sum(row["transport"] == "ipc" and row["buckets"] > 1 for row in rows) > UPDATES - len(
         KILLS
