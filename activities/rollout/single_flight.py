@@ -35,6 +35,7 @@ class SingleFlight(Generic[_T]):
         self._name = name
         self._fence = FenceGuard(name)
         self._flight: _Flight[_T] | None = None
+        self._closed = False
 
     async def run(
         self, token: FenceToken, key: Key, start: Callable[[], Coroutine[Any, Any, _T]]
@@ -44,11 +45,14 @@ class SingleFlight(Generic[_T]):
         Another stage of this epoch is awaited first; one of an older epoch is ended.
 
         Raises:
-            StaleFence: ``token`` is outranked, or the stage was ended by a newer epoch.
+            StaleFence: ``token`` is outranked, the stage was ended by a newer epoch, or the
+                component has closed.
         """
         key = (token.epoch, *key)
         while True:
             self._fence.admit(token)
+            if self._closed:
+                raise StaleFence(f"{self._name} {key[1:]}: the component closed")
             flight = self._flight
             if flight is None or flight.failed or (flight.task.done() and flight.key != key):
                 flight = _Flight(key, token.epoch, asyncio.ensure_future(start()))
@@ -66,7 +70,8 @@ class SingleFlight(Generic[_T]):
             self._flight.task.cancel()
 
     async def aclose(self) -> None:
-        """End the running stage and wait until it is gone."""
+        """End the running stage and wait until it is gone; none starts any more."""
+        self._closed = True
         if self._flight is not None and not self._flight.task.done():
             self._flight.task.cancel()
             await asyncio.wait({self._flight.task})

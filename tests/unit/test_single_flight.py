@@ -110,3 +110,20 @@ async def test_revoking_and_closing_end_the_stage():
         with pytest.raises(StaleFence, match="ended"):
             await caller
         assert stage.ended == 1
+
+
+async def test_nothing_starts_once_it_is_closed():
+    """Neither for who comes late nor for who waited behind another stage."""
+    flight, first, second = SingleFlight[int]("collect"), Stage(), Stage()
+    running = asyncio.ensure_future(flight.run(token(1), (0,), first))
+    await settle()
+    waiting = asyncio.ensure_future(flight.run(token(1), (1,), second))
+    await settle()
+    await flight.aclose()
+    with pytest.raises(StaleFence, match="ended"):
+        await running
+    with pytest.raises(StaleFence, match=r"collect \(1,\): the component closed"):
+        await asyncio.wait_for(waiting, 5)
+    with pytest.raises(StaleFence, match="the component closed"):
+        await flight.run(token(2), (2,), second)
+    assert second.starts == 0
