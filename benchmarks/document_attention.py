@@ -4,9 +4,10 @@
 
 One layer's attention, forward and backward, over packs of 16k and 65k tokens in documents of about
 512 and 2048 tokens: 32 query heads, 8 key heads of 128, bfloat16, laid out as transformers does.
-Ways: ``varlen`` (the kernel), ``padded`` (rows of documents of similar length), ``mask`` (the whole
-pack under a mask; up to 16k tokens) and with ``--flex`` torch's compiled flex attention. Every way
-is compared with the first before it is timed. What is laid out once for all layers is not timed.
+Ways: ``varlen`` (torch's kernel), ``flash4`` (where its package is), ``padded`` (rows of documents
+of similar length), ``mask`` (the whole pack under a mask; up to 16k tokens) and with ``--flex``
+torch's compiled flex attention. Every way is compared with the first before it is timed. What is
+laid out once for all layers is not timed.
 
 The floor of a pack is the greater of two times: its scores' arithmetic at the rate of a product of
 two 8192 x 8192 matrices, and its bytes, each read or written once, at the rate of a large copy;
@@ -28,6 +29,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from workers.trainers import flash4
 from workers.trainers.document_attention import BLOCKS, DocumentBlocks, attend_padded
 
 GPU = torch.device("cuda")
@@ -126,6 +128,9 @@ def all_ways(lengths: Sequence[int], flex: bool) -> dict[str, Way]:
         "varlen": lambda q, k, v: attention(LAYER, q, k, v, None, **{BLOCKS: blocks})[0],
         "padded": lambda q, k, v: attend_padded(sdpa_attention_forward, LAYER, q, k, v, blocks),
     }
+    if flash4.missing(GPU) is None:
+        newer = AttentionInterface()["documents_flash4"]
+        ways["flash4"] = lambda q, k, v: newer(LAYER, q, k, v, None, **{BLOCKS: blocks})[0]
     of_document = torch.arange(len(lengths), device=GPU).repeat_interleave(
         torch.tensor(lengths, device=GPU)
     )

@@ -46,6 +46,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from configs.run import RunSpec
 from models.sample import FinishReason, Sample, SampleGroup, TokenSpan
+from workers.trainers import flash4
 from workers.trainers.local import LocalTrainer
 
 PEAK_RATE = 989e12
@@ -86,6 +87,7 @@ class Case:
     chunk_tokens: int
     checkpointing: bool
     compile: bool
+    attention: str
 
 
 class Budget:
@@ -204,13 +206,13 @@ def measure(
 def table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     """A line a case, as in the table of results."""
     yield (
-        "| tokens | micro-batch | compiled | checkpointing | s | tokens/s | MFU "
+        "| tokens | micro-batch | attention | compiled | checkpointing | s | tokens/s | MFU "
         "| peak GiB (expected) |"
     )
-    yield "|---|---|---|---|---|---|---|---|"
+    yield "|---|---|---|---|---|---|---|---|---|"
     for row in rows:
         how = " | ".join("yes" if row[key] else "no" for key in ("compile", "checkpointing"))
-        case = f"| {row['tokens']:,} | {row['micro_batch_tokens']:,} | {how} "
+        case = f"| {row['tokens']:,} | {row['micro_batch_tokens']:,} | {row['attention']} | {how} "
         if "error" in row:
             yield f"{case}| {row['error']} | | | |"
         else:
@@ -237,13 +239,18 @@ def cases(told: argparse.Namespace) -> Iterator[Case]:
             (most // 4, most // 4, False, False),
         ):
             if not (compiled and told.device == "cpu"):
-                yield Case(tokens, micro, told.chunk_tokens[0], again, compiled)
+                yield Case(tokens, micro, told.chunk_tokens[0], again, compiled, told.attention[0])
         return
     yes = {"yes": True, "no": False}
-    for tokens, micro, chunk, again, compiled in itertools.product(
-        told.tokens, told.micro_batch_tokens, told.chunk_tokens, told.checkpointing, told.compile
+    for tokens, micro, chunk, again, compiled, attention in itertools.product(
+        told.tokens,
+        told.micro_batch_tokens,
+        told.chunk_tokens,
+        told.checkpointing,
+        told.compile,
+        told.attention,
     ):
-        yield Case(tokens, micro or tokens, chunk, yes[again], yes[compiled])
+        yield Case(tokens, micro or tokens, chunk, yes[again], yes[compiled], attention)
 
 
 def make_model(shape: dict[str, Any], folder: Path, device: str) -> Path:
@@ -302,7 +309,6 @@ def run_spec(
     case: Case, documents: int, lengths: Lengths, root: Path, told: argparse.Namespace
 ) -> RunSpec:
     """A run that trains one such collection an update."""
-    on_gpu = told.device == "cuda"
     return RunSpec.model_validate(
         {
             "schema_version": 1,
@@ -324,7 +330,7 @@ def run_spec(
             "inference": {"max_response_length": lengths.longest - lengths.prompt},
             "trainer": {
                 "compute_dtype": "bfloat16",
-                "attention": "flash" if on_gpu else "sdpa",
+                "attention": case.attention,
                 "packing": "documents",
                 "micro_batch_tokens": case.micro_batch_tokens,
                 "logprob_chunk_tokens": case.chunk_tokens,
@@ -359,6 +365,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--chunk-tokens", type=int, nargs="+", default=[8192])
     parser.add_argument("--checkpointing", default=["no"], **flags)
     parser.add_argument("--compile", default=["yes"], **flags)
+    parser.add_argument(
+        "--attention", nargs="+", choices=["sdpa", "flash", "flash4"], help="default: the newest"
+    )
     parser.add_argument("--scoring", action="store_true", help="a scoring pass in every update")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--profile", action="store_true", help="kernels of every case")
@@ -370,6 +379,8 @@ def _arguments() -> argparse.Namespace:
     told.tokens = told.tokens or ([1024] if told.tiny else [16384, 65536])
     if told.device == "cpu":
         told.compile = ["no"]
+    newest = "flash" if flash4.missing(torch.device(told.device)) else "flash4"
+    told.attention = told.attention or ["sdpa" if told.device == "cpu" else newest]
     return told
 
 

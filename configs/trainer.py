@@ -18,10 +18,11 @@ class TrainerSection(Section):
     collective_timeout_s: float = Field(default=600.0, gt=0)
     """How long a process waits for the others, at the start and at any point of the work, before
     the trainer is given up and rebuilt."""
-    attention: Literal["eager", "sdpa", "flash"] = "sdpa"
-    """Attention of the packed forward. eager is the fastest on CPU in bfloat16; sdpa takes the
+    attention: Literal["eager", "sdpa", "flash", "flash4"] = "sdpa"
+    """Attention of the packed forward. eager is the fastest on CPU in bfloat16; sdpa takes torch's
     kernel for documents where it can, flash refuses to start where it cannot: it needs an NVIDIA
-    GPU, bfloat16 and documents."""
+    GPU, bfloat16 and documents. flash4 needs a Hopper or Blackwell GPU and the package
+    flash-attn-4 as well, and is the fastest there."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Arithmetic of forward and backward; master weights and optimizer states are float32."""
     num_threads: int | None = Field(default=None, ge=1)
@@ -40,4 +41,5 @@ class TrainerSection(Section):
     a third more work for a fraction of the memory."""
     compile: bool = False
     """Compile decoder layers and the log-softmax with torch.compile; needs a GPU, bfloat16,
-    documents, attention sdpa or flash, and a model without experts. The first update is slow."""
+    documents, another attention than eager, and a model without experts. The first update is
+    slow."""

@@ -60,7 +60,7 @@ def kernel_problems(spec: RunSpec) -> Iterator[Problem]:
 
 def _asking_for_kernel(spec: RunSpec) -> Iterator[tuple[str, object]]:
     """Keys that cannot do without it, with their values."""
-    if spec.trainer.attention == "flash":
-        yield "trainer.attention", "flash"
+    if spec.trainer.attention in ("flash", "flash4"):
+        yield "trainer.attention", spec.trainer.attention
     if spec.trainer.compile:
         yield "trainer.compile", True

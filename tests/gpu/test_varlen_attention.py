@@ -13,12 +13,22 @@ from itertools import pairwise
 import pytest
 import torch
 
+from workers.trainers import flash4
 from workers.trainers.varlen_attention import Bounds, attend, kernel_dtype
 
 pytestmark = pytest.mark.gpu
 
 GPU = torch.device("cuda")
 ROUNDOFF = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
+
+
+@pytest.fixture(params=["torch", "flash4"])
+def kernel(request):
+    """The name of each kernel that can be used here."""
+    why = flash4.missing(GPU) if request.param == "flash4" else None
+    if why:
+        pytest.skip(why)
+    return request.param
 
 
 def random_lengths(seed):
@@ -60,12 +70,14 @@ def output_and_gradients(attention, inputs, gradient):
 @pytest.mark.parametrize("dtype", ROUNDOFF)
 @pytest.mark.parametrize(("heads", "key_heads", "size"), [(4, 4, 64), (8, 2, 128), (6, 3, 40)])
 @pytest.mark.parametrize("scale", [None, 0.3])
-def test_output_and_gradients_are_those_of_the_formula(dtype, heads, key_heads, size, scale):
+def test_output_and_gradients_are_those_of_the_formula(
+    kernel, dtype, heads, key_heads, size, scale
+):
     torch.manual_seed(heads)
     lengths = random_lengths(heads)
     *inputs, gradient = random_layer(lengths, dtype, heads, key_heads, size)
     bounds = Bounds.of(lengths, GPU)
-    found = output_and_gradients(lambda *p: attend(*p, bounds, scale), inputs, gradient)
+    found = output_and_gradients(lambda *p: attend(*p, bounds, scale, kernel), inputs, gradient)
     exact = [part.double() for part in inputs]
     used = size**-0.5 if scale is None else scale
     expected = output_and_gradients(
@@ -80,37 +92,40 @@ def test_output_and_gradients_are_those_of_the_formula(dtype, heads, key_heads, 
             assert (part - right).norm() <= room, (name, len(part))
 
 
-def test_documents_do_not_see_each_other():
+def test_documents_do_not_see_each_other(kernel):
     torch.manual_seed(1)
     lengths = random_lengths(1)
     *inputs, gradient = random_layer(lengths, torch.bfloat16, 8, 2, 128)
     bounds = Bounds.of(lengths, GPU)
     places = list(pairwise(bounds.offsets.tolist()))
     first, end = places[5]
-    before = attend(*inputs, bounds, None)
+    before = attend(*inputs, bounds, None, kernel)
     changed = [part.clone() for part in inputs]
     for part in changed:
         part[first:end] = torch.randn_like(part[first:end])
-    after = attend(*changed, bounds, None)
+    after = attend(*changed, bounds, None, kernel)
     others = torch.ones(len(gradient), dtype=torch.bool, device=GPU)
     others[first:end] = False
     assert torch.equal(before[others], after[others])
     gradient[others] = 0
-    for part in output_and_gradients(lambda *p: attend(*p, bounds, None), inputs, gradient)[1:]:
+    for part in output_and_gradients(lambda *p: attend(*p, bounds, None, kernel), inputs, gradient)[
+        1:
+    ]:
         assert not part[others].any()
         assert part[first:end].any()
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-def test_no_layer_waits_for_the_gpu():
+def test_no_layer_waits_for_the_gpu(kernel):
     lengths = random_lengths(2)
     *inputs, gradient = random_layer(lengths, torch.bfloat16, 8, 2, 128)
     bounds = Bounds.of(lengths, GPU)
+    output_and_gradients(lambda *p: attend(*p, bounds, None, kernel), inputs, gradient)
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(3):
             assert kernel_dtype(inputs[0], inputs[2]) is torch.bfloat16
-            output_and_gradients(lambda *p: attend(*p, bounds, None), inputs, gradient)
+            output_and_gradients(lambda *p: attend(*p, bounds, None, kernel), inputs, gradient)
         with pytest.raises(RuntimeError, match="synchronizing"):
             bounds.offsets.tolist()
     finally:

@@ -212,7 +212,7 @@ def test_tiny_defaults_are_written_out(tmp_path: Path) -> None:
         ),
         (
             '[trainer]\nattention = "egaer"\n',
-            "trainer.attention = \"egaer\": must be 'eager', 'sdpa' or 'flash'; "
+            "trainer.attention = \"egaer\": must be 'eager', 'sdpa', 'flash' or 'flash4'; "
             "did you mean 'eager'?",
         ),
         (

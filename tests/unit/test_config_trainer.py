@@ -39,6 +39,7 @@ def test_what_is_there_on_gpus_is_accepted() -> None:
     [
         ({"compute_dtype": "bfloat16", "compile": True}, {"placement": {}}, "compile", "GPUs only"),
         ({"attention": "flash"}, {}, "attention", "trainer.compute_dtype is 'float32'"),
+        ({"attention": "flash4"}, {}, "attention", "trainer.compute_dtype is 'float32'"),
         ({"compile": True}, {}, "compile", "trainer.compute_dtype is 'float32'"),
         ({**FAST, "packing": "shared_prompt"}, {}, "compile", "rows that share a prompt"),
         ({**FAST, "packing": "shared_prompt"}, {}, "attention", "rows that share a prompt"),

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from workers.trainers.varlen_attention import Bounds, attend, kernel_dtype
+from workers.trainers.varlen_attention import Bounds, Kernel, attend, kernel_dtype
 
 _PREFIX = "documents_"
 BLOCKS = "document_blocks"
@@ -83,11 +83,14 @@ class DocumentBlocks:
         return Bounds.of(self.lengths, self.device)
 
 
-def use_document_attention(model: Any) -> None:
-    """Let ``model`` take ``DocumentBlocks``; without them it computes as before, causally."""
+def use_document_attention(model: Any, kernel: Kernel = "torch") -> None:
+    """Let ``model`` take ``DocumentBlocks``; without them it computes as before, causally.
+
+    ``kernel``: which one computes them, where one does.
+    """
     base = model.config._attn_implementation
     if not base.startswith(_PREFIX):
-        model.set_attn_implementation(f"{_PREFIX}{base}")
+        model.set_attn_implementation(f"{_PREFIX}{base if kernel == 'torch' else kernel}")
 
 
 def takes_blocks(model: Any) -> bool:
@@ -95,8 +98,8 @@ def takes_blocks(model: Any) -> bool:
     return str(model.config._attn_implementation).startswith(_PREFIX)
 
 
-def _within_documents(base: Attention, kernel: bool) -> Attention:
-    """``kernel``: whether the kernel for documents may take the place of ``base``."""
+def _within_documents(base: Attention, kernel: Kernel | None) -> Attention:
+    """``kernel``: which kernel for documents may take the place of ``base``."""
 
     def attention(
         module: nn.Module,
@@ -112,11 +115,11 @@ def _within_documents(base: Attention, kernel: bool) -> Attention:
             return base(module, query, key, value, attention_mask, **options)
         if isinstance(blocks, Bounds):
             # nothing follows the product that makes values: they have the dtype of products
-            return _by_kernel(query, key, value, blocks, value.dtype, options), None
+            return _by_kernel(query, key, value, blocks, value.dtype, kernel, options), None
         dtype = kernel_dtype(query, value) if kernel and not _beyond_kernel(options) else None
-        if dtype is None:
+        if dtype is None or kernel is None:
             return attend_padded(base, module, query, key, value, blocks, **options), None
-        return _by_kernel(query, key, value, blocks.bounds, dtype, options), None
+        return _by_kernel(query, key, value, blocks.bounds, dtype, kernel, options), None
 
     return attention
 
@@ -127,11 +130,12 @@ def _by_kernel(
     value: Tensor,
     bounds: Bounds,
     dtype: torch.dtype,
+    kernel: Kernel | None,
     options: dict[str, Any],
 ) -> Tensor:
     """Attention [1, T, heads, D] of query [1, heads, T, D], computed in ``dtype``."""
     q, k, v = (part.squeeze(0).transpose(0, 1).to(dtype) for part in (query, key, value))
-    return attend(q, k, v, bounds, options.get("scaling"))[None]
+    return attend(q, k, v, bounds, options.get("scaling"), kernel or "torch")[None]
 
 
 def attend_padded(
@@ -177,7 +181,10 @@ def _eager(
     return own(module, query, key, value, attention_mask, **options)
 
 
-AttentionInterface.register(f"{_PREFIX}eager", _within_documents(_eager, kernel=False))
+AttentionInterface.register(f"{_PREFIX}eager", _within_documents(_eager, kernel=None))
 AttentionInterface.register(
-    f"{_PREFIX}sdpa", _within_documents(sdpa_attention_forward, kernel=True)
+    f"{_PREFIX}sdpa", _within_documents(sdpa_attention_forward, kernel="torch")
+)
+AttentionInterface.register(
+    f"{_PREFIX}flash4", _within_documents(sdpa_attention_forward, kernel="flash4")
 )

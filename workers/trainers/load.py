@@ -77,7 +77,8 @@ def prepare_layers(spec: RunSpec, model: Any) -> Packing:
 
 def attention_of(spec: RunSpec) -> str:
     """``trainer.attention`` by the name that transformers knows."""
-    return "sdpa" if spec.trainer.attention == "flash" else spec.trainer.attention
+    asked = spec.trainer.attention
+    return "sdpa" if asked in ("flash", "flash4") else asked
 
 
 def scorer_of(

@@ -7,6 +7,7 @@ import torch
 
 from configs.run import RunSpec
 from models.errors import ConfigurationError
+from workers.trainers import flash4
 from workers.trainers.batch import StepPlan, TrainingBatch, documents_of, rows_of
 from workers.trainers.document_attention import takes_blocks, use_document_attention
 from workers.trainers.documents import collate_documents, greedy_packs, leveled_packs
@@ -51,14 +52,14 @@ def prepare_packing(spec: RunSpec, model: Any) -> Packing:
             f"a document of core.max_context_length = {longest} tokens does not fit "
             f"trainer.micro_batch_tokens = {budget}; raise the latter to at least {longest}"
         )
-    use_document_attention(model)
+    use_document_attention(model, "flash4" if spec.trainer.attention == "flash4" else "torch")
     return packing
 
 
 def _refuse_missing_kernel(spec: RunSpec, model: Any, *, kernel: bool, routed: bool) -> None:
-    trainer, device = spec.trainer, next(model.parameters()).device.type
+    trainer, device = spec.trainer, next(model.parameters()).device
     asking = {
-        'trainer.attention = "flash"': trainer.attention == "flash",
+        f'trainer.attention = "{trainer.attention}"': trainer.attention in ("flash", "flash4"),
         "trainer.compile": trainer.compile,
     }
     for key, asked in asking.items():
@@ -66,9 +67,14 @@ def _refuse_missing_kernel(spec: RunSpec, model: Any, *, kernel: bool, routed: b
             raise ConfigurationError(
                 f"{key} needs the attention kernel for documents: an NVIDIA GPU (Ampere or newer), "
                 "bfloat16, heads of at most 256 and a multiple of 8, trainer.packing = "
-                f'"documents"; here: {device}, {trainer.compute_dtype}, heads of '
+                f'"documents"; here: {device.type}, {trainer.compute_dtype}, heads of '
                 f"{head_size(model.config)}, trainer.packing = {trainer.packing!r}; remove it"
             )
+    why = flash4.missing(device) if trainer.attention == "flash4" else None
+    if why:
+        raise ConfigurationError(
+            f'trainer.attention = "flash4": {why}, or set trainer.attention = "flash"'
+        )
     if trainer.compile and routed:
         raise ConfigurationError(
             f"trainer.compile: {type(model).__name__} is a mixture of experts, whose routers are "

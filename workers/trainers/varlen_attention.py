@@ -9,13 +9,17 @@ import inspect
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
+from workers.trainers import flash4
 from workers.trainers.packing import on_device
+
+Kernel = Literal["torch", "flash4"]
+"""Whose: torch's own, or that of a package for newer GPUs."""
 
 _CAUSAL = (-1, 0)  # keys of any distance to the left, none to the right
 _LARGEST_HEAD = 256
@@ -79,7 +83,12 @@ def kernel_takes(model: Any, dtype: torch.dtype) -> bool:
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scale: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Bounds,
+    scale: float | None,
+    kernel: Kernel = "torch",
 ) -> Tensor:
     """Causal attention [T, heads, D] within documents.
 
@@ -88,6 +97,8 @@ def attend(
     query is summed in no fixed order.
     """
     offsets, longest = bounds.offsets, bounds.longest
+    if kernel == "flash4":
+        return flash4.attend(query, key, value, offsets, longest, scale)
     attended: Any = varlen_attn(
         query,
         key,
