@@ -1,4 +1,4 @@
-"""``validate``, ``plan``, ``config schema``, ``config render``: run files without a server."""
+"""``validate``, ``plan``, ``config schema|reference|render``: run files without a server."""
 
 import json
 from pathlib import Path
@@ -9,6 +9,7 @@ import typer
 from configs.load import load_run
 from configs.plan import build_plan
 from configs.problem import configuration_error
+from configs.reference import reference
 from configs.render import run_request
 from configs.schema import json_schema
 from workers.cli.output import notice, print_json
@@ -63,6 +64,19 @@ def schema(
         print_json(json_schema(), indent=2)
         return
     write.write_text(json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n")
+
+
+@group.command("reference")
+def reference_page(
+    write: Annotated[
+        Path | None, typer.Option("--write", metavar="PATH", help="Write to a file instead.")
+    ] = None,
+) -> None:
+    """Print the reference of every key of a run file, as Markdown."""
+    if write is None:
+        typer.echo(reference(), nl=False)
+        return
+    write.write_text(reference())
 
 
 @group.command("render")
