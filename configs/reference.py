@@ -91,10 +91,9 @@ def _one_kind(value: Mapping[str, Any]) -> str:
         return _shown(value["const"])
     if "enum" in value:
         return ", ".join(map(_shown, value["enum"]))
-    name = {"object": "table", "array": "list", "boolean": "true or false"}.get(
-        value["type"], value["type"]
-    )
-    if value["type"] in ("integer", "number"):
+    kind = str(value["type"])
+    name = {"object": "table", "array": "list", "boolean": "true or false"}.get(kind, kind)
+    if kind in ("integer", "number"):
         name += "".join(f", {word} {value[key]}" for key, word in BOUNDS.items() if key in value)
     return name + (f" like `{value['pattern']}`" if "pattern" in value else "")
 
