@@ -4,52 +4,26 @@ import asyncio
 import json
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from configs.load import Loaded, load_run
 from models.errors import ConfigurationError, RequestRefused, ServiceUnreachable
 from models.run import StopRequest
+from tests.support.desk import Desk, asks, last_json, until
 from workers.cli.errors import DONE, FAILED, INTERRUPTED, USAGE
 from workers.cli.overview import overview
-from workers.cli.place import Place
-from workers.cli.server import look, progress_of, request_cancel, request_update
-from workers.cli.session import Session, wait_for
+from workers.cli.server import look, request_cancel, request_update
+from workers.cli.session import wait_for
 
 pytestmark = pytest.mark.workflow
 
 
-class Desk:
-    """A user at the command line: a run file, and a server address."""
-
-    def __init__(self, stage: Any, folder: Path) -> None:
-        self.stage = stage
-        self.place = Place(stage.client.service_client.config.target_host)
-        self.file = folder / "run.json"
-
-    def loaded(self, *overrides: str, **sections: dict[str, Any]) -> Loaded:
-        self.file.write_text(json.dumps(self.stage.document(**sections)))
-        return load_run(self.file, overrides)
-
-    async def run(self, loaded: Loaded, *, follow: bool = True, as_json: bool = True) -> int:
-        session = Session(
-            loaded, self.place, again=[str(self.file)], as_json=as_json, take_over=False
-        )
-        return await asyncio.wait_for(session.run(follow=follow), 40)
-
-
 @pytest.fixture
-def desk(stage: Any, tmp_path: Path) -> Desk:
+def desk(stage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Desk:
+    monkeypatch.setenv("PERDURE_LAUNCH_RECEIPTS", str(tmp_path / "launches"))
     return Desk(stage, tmp_path)
-
-
-def last_json(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    # Activities of the worker in this process log to the same standard output.
-    line: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
-    return line
 
 
 async def test_a_run_is_followed_to_its_end_and_not_run_twice(
@@ -229,17 +203,3 @@ async def test_ctrl_c_stops_following_and_the_run_goes_on(desk: Desk) -> None:
     assert view is not None
     assert view.is_open
     await request_cancel(desk.stage.client, loaded.spec.run_id)
-
-
-async def asks(desk: Desk, state: str) -> bool:
-    run_id = f"train/{desk.stage.name}"
-    if await look(desk.stage.client, run_id) is None:
-        return False
-    progress = await progress_of(desk.stage.client, run_id)
-    return progress is not None and progress.state == state
-
-
-async def until(condition: Callable[[], Any], timeout_s: float = 20.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not await condition():
-            await asyncio.sleep(0.05)

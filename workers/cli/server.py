@@ -122,8 +122,8 @@ async def outcome_of(client: Client, run_id: str) -> RunOutcome | Failure:
     return outcome
 
 
-async def start_run(client: Client, loaded: Loaded, *, take_over: bool) -> None:
-    """Start the workflow.
+async def start_run(client: Client, loaded: Loaded, *, take_over: bool) -> str:
+    """Start the workflow; returns Temporal's id of this execution.
 
     Raises:
         WorkflowAlreadyStartedError: it runs already.
@@ -131,7 +131,7 @@ async def start_run(client: Client, loaded: Loaded, *, take_over: bool) -> None:
     """
     spec = loaded.spec
     request = RunRequest(**run_request(loaded), take_over=take_over)
-    await _answered(
+    handle = await _answered(
         client.start_workflow(
             WORKFLOW_TYPE,
             request,
@@ -148,6 +148,7 @@ async def start_run(client: Client, loaded: Loaded, *, take_over: bool) -> None:
             rpc_timeout=RPC_TIMEOUT,
         )
     )
+    return handle.first_execution_run_id or ""
 
 
 async def request_update(

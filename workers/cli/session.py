@@ -19,6 +19,7 @@ from workers.cli.display import LiveReporter, PlainReporter, Reporter
 from workers.cli.ending import Ending, read_ending, show_ending
 from workers.cli.export_report import export_report_of
 from workers.cli.follow import follow
+from workers.cli.launches import require_folder, write_receipt
 from workers.cli.output import err, notice, out, print_json
 from workers.cli.place import Place
 from workers.cli.server import (
@@ -77,8 +78,9 @@ class Session:
                 f"perdure: warning: launch.fleet = {fleet!r}, while the embedded stack serves "
                 f"{EMBEDDED_FLEET!r}; the run waits for: perdure worker gpu --fleet {fleet}"
             )
+        await asyncio.to_thread(require_folder)
         try:
-            await start_run(client, self._loaded, take_over=self._take_over)
+            execution = await start_run(client, self._loaded, take_over=self._take_over)
         except WorkflowAlreadyStartedError:
             view = await look(client, run_id)
             if view is not None:
@@ -86,6 +88,10 @@ class Session:
             self._say(f"{run_id} was started by somebody else just now; joining it")
             return
         self._say(f"{run_id} {'starts again and resumes' if again else 'started'}")
+        receipt = await asyncio.to_thread(
+            write_receipt, self._loaded, self._place, client.namespace, execution
+        )
+        self._say(f"receipt: {receipt}")
 
     async def _refuse_another(self, client: Client, view: RunView) -> None:
         """Join only a run that means the same: equal identities, whatever the retry limits."""

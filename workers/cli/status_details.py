@@ -12,6 +12,8 @@ from configs.compare import differences, recorded_identity
 from configs.load import Loaded
 from workers.cli import artifacts
 from workers.cli.display import duration
+from workers.cli.launches import read_receipt, receipt_path
+from workers.cli.names import PREFIX
 from workers.cli.overview import actors_of
 from workers.cli.place import Place
 from workers.cli.server import connect_to, look
@@ -37,6 +39,7 @@ async def add_details(run: dict[str, Any], place: Place | None, loaded: Loaded |
     run["config_matches_submission"] = None if loaded is None else loaded.identity == identity
     if loaded is not None and loaded.identity != identity and files["document"]:
         run["config_differs"] = differences(files["document"], loaded)
+    await asyncio.to_thread(_add_receipt, run, identity)
     is_local = place is not None and place.stack is not None
     fleet = await asyncio.to_thread(actors_of, run["root"], is_local=is_local)
     run["attempts"] = await attempts_of(client, run, fleet)
@@ -60,6 +63,20 @@ def from_files(root: str) -> dict[str, Any]:
         "error": state.get("error"),
         "actors": [],
     }
+
+
+def _add_receipt(run: dict[str, Any], identity: str | None) -> None:
+    """What was launched from here, and whether it is what ``identity`` means."""
+    path = receipt_path(run["run_id"].removeprefix(PREFIX), run["root"])
+    receipt = read_receipt(path)
+    run["receipt"] = None if receipt is None else str(path)
+    run["config_matches_receipt"] = None
+    if receipt is None:
+        return
+    launched = receipt.get("identity_sha256")
+    run["config_matches_receipt"] = launched == identity
+    if identity is not None and launched != identity:
+        run["warnings"].append(f"{path} was launched as {launched}, this run means {identity}")
 
 
 def warnings_of(run: dict[str, Any], files: dict[str, Any], submitted: str | None) -> list[str]:
@@ -93,6 +110,9 @@ def show_details(console: Console, run: dict[str, Any]) -> None:
         differs = run.get("config_differs")
         verdict = "is what was submitted" if matches else "is NOT what was submitted"
         line(f"run file {verdict}{f' (different: {differs})' if differs else ''}")
+    if run["receipt"] is not None:
+        is_same = "means the same" if run["config_matches_receipt"] else "means another run"
+        line(f"receipt {run['receipt']} {is_same}")
     for warning in run["warnings"]:
         line(f"warning: {warning}", "yellow")
     table = Table("task", "rank", "state", "attempt", "host", "age", "last failure", box=None)
