@@ -12,6 +12,7 @@ import shutil
 import threading
 import time
 import uuid
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -22,13 +23,16 @@ from fsspec.implementations.local import LocalFileSystem
 
 from activities.storage import atomic
 from activities.storage.atomic import storage_errors
+from activities.storage.objects import ObjectStore
 from models.errors import ConfigurationError, ContractViolation
 
 _CHUNK_BYTES = 1 << 20
 _TAIL_BYTES = 1 << 20
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 _PARTS = ".parts"
-_CREATING = threading.Lock()
+_CLOCK = threading.Lock()
+_NEWEST: dict[str, int] = {}
+"""Of each file of rows that this process appended to: the number of its newest row."""
 
 _log = structlog.get_logger(__name__)
 
@@ -43,13 +47,15 @@ class JsonlRows(NamedTuple):
 class Store:
     """Reads and writes below one root.
 
-    Raises ``StorageFull`` (no space), ``ConfigurationError`` (not writable, unknown URL scheme) and
-    the plain ``FileNotFoundError`` for what is not there.
+    Raises ``StorageFull`` (no space), ``ConfigurationError`` (not writable, unknown URL scheme),
+    ``ServiceUnreachable`` (an object store does not answer) and the plain ``FileNotFoundError`` for
+    what is not there.
     """
 
     def __init__(self, root: str | Path) -> None:
-        self._fs, self._base = _open(str(root))
-        self._is_local = isinstance(self._fs, LocalFileSystem)
+        filesystem, self._base = _open(str(root))
+        self._is_local = isinstance(filesystem, LocalFileSystem)
+        self._objects = ObjectStore(filesystem)
         self._root = self._base if self._is_local else str(root).rstrip("/")
 
     @property
@@ -66,13 +72,15 @@ class Store:
         """The path of ``rel`` on this machine; ``ConfigurationError`` for a non-local root."""
         if not self._is_local:
             raise ConfigurationError(
-                f"{self._where(rel)} is needed as a local file; choose a local output.root"
+                f"{self._where(rel)} is an object: it has no path on this machine"
             )
         return Path(self._base) / _checked(rel)
 
     def exists(self, rel: str) -> bool:
         """Whether a file or folder ``rel`` is there."""
-        return bool(self._fs.exists(self._full(rel)))
+        if self._is_local:
+            return self.local_path(rel).exists()
+        return self._objects.exists(self._full(rel))
 
     def list(self, rel: str, *, hidden: bool = False) -> list[str]:
         """Sorted names in folder ``rel``; empty when it is missing.
@@ -83,7 +91,7 @@ class Store:
             if self._is_local:
                 entries = os.listdir(self.local_path(rel))
             else:
-                entries = self._fs.ls(self._full(rel), detail=False)
+                entries = self._objects.names(self._full(rel))
         except (FileNotFoundError, NotADirectoryError):
             return []
         names = {PurePosixPath(entry).name for entry in entries}
@@ -91,23 +99,29 @@ class Store:
 
     def size(self, rel: str) -> int:
         """Bytes of the file ``rel``."""
-        return int(self._fs.size(self._full(rel)))
+        if self._is_local:
+            return self.local_path(rel).stat().st_size
+        return self._objects.size(self._full(rel))
 
     def sha256(self, rel: str) -> str:
         """SHA-256 hex of the file ``rel``, read in chunks."""
         digest = hashlib.sha256()
-        with self._fs.open(self._full(rel), "rb") as stream:
-            while chunk := stream.read(_CHUNK_BYTES):
-                digest.update(chunk)
+        for chunk in self._chunks(rel):
+            digest.update(chunk)
         return digest.hexdigest()
 
     def read_bytes(self, rel: str) -> bytes:
         """The whole file ``rel``."""
-        return bytes(self._fs.cat_file(self._full(rel)))
+        if self._is_local:
+            return self.local_path(rel).read_bytes()
+        return self._objects.read(self._full(rel))
 
     def read_head(self, rel: str, num_bytes: int) -> bytes:
         """The first ``num_bytes`` of the file ``rel``, fewer when it is shorter."""
-        return bytes(self._fs.cat_file(self._full(rel), start=0, end=num_bytes))
+        if self._is_local:
+            with self.local_path(rel).open("rb") as stream:
+                return stream.read(num_bytes)
+        return self._objects.read(self._full(rel), num_bytes)
 
     def write_bytes(self, rel: str, data: bytes) -> None:
         """Replace the file ``rel`` atomically and durably; parents are created."""
@@ -115,7 +129,7 @@ class Store:
             if self._is_local:
                 atomic.write_file(self.local_path(rel), data)
             else:
-                self._fs.pipe_file(self._full(rel), data)
+                self._objects.write(self._full(rel), data)
 
     def create_exclusive(self, rel: str, data: bytes) -> bool:
         """Create ``rel`` unless it exists; return whether this caller created it.
@@ -125,13 +139,7 @@ class Store:
         with storage_errors(self._where(rel)):
             if self._is_local:
                 return atomic.create_exclusive(self.local_path(rel), data)
-            try:
-                # memory:// looks first and writes then; its callers are threads of one process.
-                with _CREATING:
-                    self._fs.pipe_file(self._full(rel), data, mode="create")
-            except FileExistsError:
-                return False
-            return True
+            return self._objects.create(self._full(rel), data)
 
     def read_json(self, rel: str) -> Any:
         """The parsed file ``rel``; ``ContractViolation`` naming it when it does not parse."""
@@ -145,19 +153,19 @@ class Store:
         options = orjson.OPT_SORT_KEYS | orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
         self.write_bytes(rel, orjson.dumps(value, option=options))
 
-    def append_jsonl(self, rel: str, row: dict[str, Any]) -> None:
-        """Append one line; concurrent callers never mix their bytes. NaN becomes null.
+    def append_jsonl(self, rel: str, *rows: Mapping[str, Any]) -> None:
+        """Append a line for each row; concurrent callers never mix their bytes. NaN becomes null.
 
-        Local: one ``O_APPEND`` write. Object stores cannot append: there each row is an object
-        ``<rel>.parts/<clock>-<unique>.jsonl`` and ``read_jsonl`` joins them in clock order.
+        Local: one ``O_APPEND`` write. Object stores cannot append: there the rows of a call are an
+        object ``<rel>.parts/<number>-<unique>.jsonl`` and ``read_jsonl`` joins them by number.
         """
-        line = orjson.dumps(row, option=orjson.OPT_SORT_KEYS)
+        lines = b"\n".join(orjson.dumps(dict(row), option=orjson.OPT_SORT_KEYS) for row in rows)
         with storage_errors(self._where(rel)):
             if self._is_local:
-                atomic.append_line(self.local_path(rel), line)
+                atomic.append_line(self.local_path(rel), lines)
             else:
-                part = f"{rel}{_PARTS}/{time.time_ns():020d}-{uuid.uuid4().hex[:12]}.jsonl"
-                self._fs.pipe_file(self._full(part), line + b"\n")
+                part = f"{self._next_number(rel):020d}-{uuid.uuid4().hex[:12]}.jsonl"
+                self._objects.write(self._full(f"{rel}{_PARTS}/{part}"), lines + b"\n")
 
     def read_jsonl(self, rel: str) -> JsonlRows:
         """Rows of ``rel`` (none when it is missing). Torn lines are skipped, counted and logged.
@@ -223,8 +231,8 @@ class Store:
                     shutil.rmtree(path)
                 else:
                     path.unlink(missing_ok=True)
-            elif self._fs.exists(self._full(rel)):
-                self._fs.rm(self._full(rel), recursive=True)
+            elif self._objects.exists(self._full(rel)):
+                self._objects.remove(self._full(rel))
 
     def put_file(self, local: Path, rel: str) -> None:
         """Copy a file of this machine to ``rel``, atomically."""
@@ -232,29 +240,57 @@ class Store:
             if self._is_local:
                 atomic.copy_file(local, self.local_path(rel))
             else:
-                self._fs.put_file(str(local), self._full(rel))
+                self._objects.upload(str(local), self._full(rel))
 
     def get_file(self, rel: str, local: Path) -> None:
         """Copy ``rel`` to a file of this machine; parents are created."""
         with storage_errors(str(local)):
             local.parent.mkdir(parents=True, exist_ok=True)
-            self._fs.get_file(self._full(rel), str(local))
+            if self._is_local:
+                shutil.copyfile(self.local_path(rel), local)
+            else:
+                self._objects.download(self._full(rel), str(local))
 
     def _move_objects(self, source: str, target: str) -> None:
         """Copy one by one, then delete: fsspec's ``mv`` asks S3 for folders, which it has not."""
-        objects = self._fs.find(source)
+        objects = self._objects.find(source)
         if not objects:
             raise FileNotFoundError(source)
         for name in objects:
-            self._fs.cp_file(name, target + name.removeprefix(source))
-        self._fs.rm(source, recursive=True)
+            self._objects.copy(name, target + name.removeprefix(source))
+        self._objects.remove(source)
+
+    def _next_number(self, rel: str) -> int:
+        """The clock in nanoseconds, and above every row that this process can know of.
+
+        Rows of a process that ended are older, whatever the clocks of two hosts say.
+        """
+        key = self._full(rel)
+        with _CLOCK:
+            known = key in _NEWEST
+        newest = 0 if known else self._newest_number(rel)
+        with _CLOCK:
+            number = max(time.time_ns(), _NEWEST.get(key, 0) + 1, newest + 1)
+            _NEWEST[key] = number
+        return number
+
+    def _newest_number(self, rel: str) -> int:
+        numbers = (name.partition("-")[0] for name in self.list(rel + _PARTS))
+        return max((int(number) for number in numbers if number.isdigit()), default=0)
+
+    def _chunks(self, rel: str) -> Iterator[bytes]:
+        if not self._is_local:
+            yield from self._objects.chunks(self._full(rel), _CHUNK_BYTES)
+            return
+        with self.local_path(rel).open("rb") as stream:
+            while chunk := stream.read(_CHUNK_BYTES):
+                yield chunk
 
     def _jsonl_bytes(self, rel: str) -> bytes:
         if self._is_local:
             path = self.local_path(rel)
             return path.read_bytes() if path.exists() else b""
-        folder = rel + _PARTS
-        return b"".join(self.read_bytes(f"{folder}/{name}") for name in self.list(folder))
+        return self._parts(rel, self.list(rel + _PARTS))
 
     def _jsonl_tail(self, rel: str) -> bytes:
         if self._is_local:
@@ -264,8 +300,11 @@ class Store:
                     return stream.read()
             except FileNotFoundError:
                 return b""
-        folder = rel + _PARTS
-        return b"".join(self.read_bytes(f"{folder}/{name}") for name in self.list(folder)[-1:])
+        return self._parts(rel, self.list(rel + _PARTS)[-1:])
+
+    def _parts(self, rel: str, names: Sequence[str]) -> bytes:
+        paths = [self._full(f"{rel}{_PARTS}/{name}") for name in names]
+        return b"".join(self._objects.read_all(paths))
 
     def _full(self, rel: str) -> str:
         checked = _checked(rel)
