@@ -36,8 +36,9 @@ class EngineClient(EngineControls):
         vocab_size: int | None = None,
         context_length: int | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
+        token: str | None = None,
     ) -> None:
-        super().__init__(url, transport)
+        super().__init__(url, transport, token)
         self._vocab_size = vocab_size
         self._context_length = context_length
 

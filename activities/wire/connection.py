@@ -7,19 +7,27 @@ import httpx
 
 from activities.wire.faults import LOGGED_BODY_CHARS
 from activities.wire.lanes import LaneTransport
+from activities.wire.token import bearer, engine_token
 from models.errors import ContractViolation, ServiceUnreachable
 
 
 class EngineConnection:
     """The pooled connections to one server. Nothing is sent twice."""
 
-    def __init__(self, url: str, transport: httpx.AsyncBaseTransport | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        transport: httpx.AsyncBaseTransport | None = None,
+        token: str | None = None,
+    ) -> None:
+        """``token``: what the server asks for; default: this process's own."""
         self.url = url.rstrip("/")
         self._http = httpx.AsyncClient(
             base_url=self.url,
             transport=transport or LaneTransport(),
             timeout=None,  # every call brings its own deadline
             trust_env=False,  # a proxy from the environment must not see engine traffic
+            headers=bearer(token or engine_token()),
         )
 
     async def aclose(self) -> None:

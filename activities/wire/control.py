@@ -54,8 +54,13 @@ class EngineControls(EngineConnection):
     ``ContractViolation`` when the engine refused or the call must not be sent.
     """
 
-    def __init__(self, url: str, transport: httpx.AsyncBaseTransport | None = None) -> None:
-        super().__init__(url, transport)
+    def __init__(
+        self,
+        url: str,
+        transport: httpx.AsyncBaseTransport | None = None,
+        token: str | None = None,
+    ) -> None:
+        super().__init__(url, transport, token)
         self._guard = EngineGuard(self.url)
         self._memory: MemoryState | None = None
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 
+from activities.wire.token import bearer
 from models.errors import ServiceUnreachable
 
 
@@ -33,9 +34,14 @@ class EngineProbe:
     """Asks one server. A connection is used once: some servers close it after an error."""
 
     def __init__(
-        self, url: str, *, timeout_s: float, transport: httpx.AsyncBaseTransport | None = None
+        self,
+        url: str,
+        *,
+        timeout_s: float,
+        transport: httpx.AsyncBaseTransport | None = None,
+        token: str | None = None,
     ) -> None:
-        """``timeout_s``: for every request, its whole answer included."""
+        """``timeout_s``: for every request, its whole answer included; ``token``: if it asks."""
         self.url = url.rstrip("/")
         self._timeout_s = timeout_s
         self._http = httpx.AsyncClient(
@@ -44,7 +50,7 @@ class EngineProbe:
             transport=transport or httpx.AsyncHTTPTransport(),
             timeout=None,  # every call brings its own deadline
             trust_env=False,
-            headers={"connection": "close"},
+            headers={"connection": "close", **bearer(token)},
         )
 
     async def get(self, path: str) -> Reply:

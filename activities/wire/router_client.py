@@ -18,6 +18,7 @@ from activities.wire.router_contract import (
     DrainOrder,
     TableOrder,
 )
+from activities.wire.token import bearer, engine_token
 from models.base import Frozen
 from models.errors import ContractViolation, ServiceUnreachable, StaleFence
 from models.ids import FenceToken
@@ -44,6 +45,7 @@ class RouterClient:
             transport=transport or LaneTransport(),
             timeout=None,  # every call brings its own deadline
             trust_env=False,  # a proxy from the environment must not see control traffic
+            headers=bearer(engine_token()),
         )
 
     async def set_table(self, token: FenceToken, table: RoutingTable) -> None:

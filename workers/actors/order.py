@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
+from pydantic import SecretStr
 
+from activities.wire.token import ENGINE_TOKEN, engine_token
 from configs.run import RunSpec
 from models.base import Frozen
 from models.errors import ConfigurationError
@@ -37,6 +39,8 @@ class ActorOrder(Frozen):
     """The infrastructure multiplier of the worker that gives the order."""
     gpus: tuple[str, ...] = ()
     """Devices of the trainer that a colocated engine shares; it has none of Ray's."""
+    engine_token: SecretStr | None = None
+    """What engines and router of the fleet ask for; None: they answer everybody."""
 
     @property
     def name(self) -> str:
@@ -56,6 +60,12 @@ class ActorFacts(Frozen):
     """Trainer only: index of the update that it would apply next."""
     last_batch_sha256: str | None = None
     """Trainer only: digest of the collection that it trained last."""
+
+
+def fleet_token() -> SecretStr | None:
+    """The token that this worker's orders carry."""
+    token = engine_token()
+    return None if token is None else SecretStr(token)
 
 
 def actor_name(role: str, rank: int) -> str:
@@ -120,7 +130,7 @@ def environment(order: ActorOrder, spec: RunSpec, threads: int) -> dict[str, str
     """Variables of a role: its GPUs, thread settings, private caches, then ``launch.env``."""
     scratch = Path(order.scratch)
     scratch.mkdir(mode=0o700, parents=True, exist_ok=True)
-    gpus = visible_gpus(order)
+    gpus, token = visible_gpus(order), order.engine_token
     return {
         # Ray lets a process without GPUs see all of them.
         "CUDA_VISIBLE_DEVICES": ",".join(gpus),
@@ -134,6 +144,7 @@ def environment(order: ActorOrder, spec: RunSpec, threads: int) -> dict[str, str
         # Processes that share a cache of generated model code race each other.
         "HF_MODULES_CACHE": tempfile.mkdtemp(prefix=f"hf-{order.name}-", dir=scratch),
         **spec.launch.env,
+        **({ENGINE_TOKEN: token.get_secret_value()} if token is not None else {}),
     }
 
 

@@ -12,7 +12,10 @@ from models.errors import ConfigurationError
 from workers.cli.errors import FAILED
 from workers.cli.findings import findings_table
 from workers.cli.output import out, print_json
+from workers.local_stack.state import state_dir, token_path
 from workers.preflight.engine import Report
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def engine(
@@ -54,11 +57,24 @@ async def _examine(url: str, timeout_s: float) -> Report:
     from workers.preflight.engine_generation import GENERATION
     from workers.preflight.engine_refusals import REFUSALS
 
-    probe = EngineProbe(url, timeout_s=timeout_s)
+    probe = EngineProbe(url, timeout_s=timeout_s, token=_token(url))
     try:
         return await examine(probe, (*INFORMATION, *GENERATION, *REFUSALS))
     finally:
         await probe.aclose()
+
+
+def _token(url: str) -> str | None:
+    """The token that was given, or on loopback that of the engines of the embedded stack."""
+    from activities.wire.token import RAY_TOKEN, engine_token, given_token
+
+    if (token := given_token()) is not None or urlsplit(url).hostname not in LOOPBACK:
+        return token
+    try:
+        secret = token_path(state_dir()).read_text(encoding="utf-8")
+    except OSError:
+        return None
+    return engine_token({RAY_TOKEN: secret})
 
 
 def _require_address(url: str) -> None:

@@ -15,7 +15,7 @@ from models.errors import EngineLost, PerdureError
 from models.evaluation import EvaluationReport
 from models.ports import StageProgress
 from workers.actors.evaluator import GRACE_S, EvaluatorActor
-from workers.actors.order import ActorFacts, ActorOrder, require_same_code
+from workers.actors.order import ActorFacts, ActorOrder, fleet_token, require_same_code
 from workers.fleet.calls import RemoteActor
 from workers.fleet.cluster import RayCluster
 from workers.fleet.folders import scratch_folder
@@ -53,6 +53,7 @@ class RayEvaluators:
             role="evaluator",
             scratch=str(scratch),
             timeout_factor=infra_timeout_multiplier(),
+            engine_token=fleet_token(),
         )
         handle = await self._cluster.create_bound(
             EvaluatorActor, {"num_cpus": NUM_CPUS}, order, job

@@ -10,7 +10,13 @@ from configs.run import RunSpec
 from models.errors import ActorLost, EngineLost, ProducerLost, ServiceUnreachable, TrainerLost
 from models.ids import RunRef
 from models.ports import ActorStatus
-from workers.actors.order import ActorFacts, ActorOrder, actor_name, require_same_code
+from workers.actors.order import (
+    ActorFacts,
+    ActorOrder,
+    actor_name,
+    fleet_token,
+    require_same_code,
+)
 from workers.fleet.calls import QUICK_TIMEOUT_S, RemoteActor
 from workers.fleet.cluster import RayCluster
 from workers.fleet.folders import scratch_folder
@@ -99,6 +105,7 @@ class RunFleet:
             incarnation=await self._next_incarnation(role, rank),
             scratch=str(scratch_folder(self.run.root)),
             timeout_factor=infra_timeout_multiplier(),
+            engine_token=fleet_token(),
             gpus=gpus,
         )
         handle = await self.cluster.create(

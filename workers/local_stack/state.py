@@ -94,9 +94,14 @@ def write_status(folder: Path, status: StackStatus) -> None:
     os.replace(staging, target)
 
 
+def token_path(folder: Path) -> Path:
+    """Where the cluster's secret lies."""
+    return folder / "ray.token"
+
+
 def ray_token(folder: Path) -> str:
     """The cluster's shared secret: made once, readable by its owner only."""
-    path = folder / "ray.token"
+    path = token_path(folder)
     try:
         return path.read_text().strip()
     except FileNotFoundError:

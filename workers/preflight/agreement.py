@@ -21,7 +21,7 @@ from configs.run import RunSpec
 from models.errors import ConfigurationError
 from models.ids import RunRef
 from workers.actors.engine import server_command
-from workers.actors.order import ActorOrder
+from workers.actors.order import ActorOrder, fleet_token
 from workers.engines.process import ServerProcess
 from workers.sources.model import describe_model
 
@@ -92,6 +92,7 @@ async def _sampled(spec: RunSpec, folder: Path) -> list[Answer]:
             role="engine",
             scratch=scratch,
             gpus=() if spec.placement.mode == "cpu" else gpus,
+            engine_token=fleet_token(),
         )
         command = server_command(order, spec, folder, 0)
         server = await ServerProcess.start(command, spec.inference.start_timeout_s)

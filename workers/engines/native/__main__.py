@@ -17,6 +17,7 @@ from workers.engines.lifecycle import bind, follow_parent
 from workers.engines.native.model_files import safetensor_files
 from workers.engines.native.model_shape import read_model_shape
 from workers.engines.native.options import parse_options
+from workers.engines.token_gate import take_token
 
 SWITCH_INTERVAL_S = 0.0005
 """The model thread gets the interpreter back this soon after the event loop took it."""
@@ -27,7 +28,7 @@ def main(arguments: list[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
-        options = parse_options(arguments)
+        options, token = parse_options(arguments), take_token()
         if options.exit_with_parent:
             follow_parent()
         os.environ.setdefault("OMP_NUM_THREADS", str(options.num_threads))
@@ -38,7 +39,7 @@ def main(arguments: list[str]) -> int:
         from workers.engines.native.server import EngineServer
 
         async def serve() -> None:
-            await EngineServer(options, shape).run(listener)
+            await EngineServer(options, shape, token).run(listener)
 
         asyncio.run(serve())
     except ConfigurationError as error:

@@ -22,6 +22,7 @@ from workers.engines.native.options import EngineOptions
 from workers.engines.native.payload import Bounds
 from workers.engines.native.request import Refused
 from workers.engines.native.text import TextCodec
+from workers.engines.token_gate import guarded
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +35,8 @@ CLOSE_TIMEOUT_S = 2
 class EngineServer:
     """HTTP server and model thread of one engine."""
 
-    def __init__(self, options: EngineOptions, shape: ModelShape) -> None:
-        """Needs a running event loop."""
+    def __init__(self, options: EngineOptions, shape: ModelShape, token: str | None) -> None:
+        """Needs a running event loop. ``token``: see ``take_token``."""
         limit = shape.max_positions
         self.context_length = min(options.context_length or limit, limit)
         self._options = options
@@ -52,7 +53,7 @@ class EngineServer:
             options, shape, self.context_length, self._model, self._gate, self._generation
         )
         config = uvicorn.Config(
-            build_app(self._generation, self._control, self._model),
+            guarded(build_app(self._generation, self._control, self._model), token),
             log_level="warning",
             access_log=False,
             lifespan="off",

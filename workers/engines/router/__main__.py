@@ -12,6 +12,7 @@ from models.errors import ConfigurationError
 from workers.engines.lifecycle import bind, follow_parent
 from workers.engines.router.options import parse_options
 from workers.engines.router.server import RouterServer
+from workers.engines.token_gate import take_token
 
 
 def main(arguments: list[str]) -> int:
@@ -21,13 +22,14 @@ def main(arguments: list[str]) -> int:
         follow_parent()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     try:
+        token = take_token()
         listener = bind(options.host, options.port)
     except ConfigurationError as error:
         sys.stderr.write(f"error: {error.message}\n")
         return 2
 
     async def serve() -> None:
-        await RouterServer(options).run(listener)
+        await RouterServer(options, token).run(listener)
 
     asyncio.run(serve())
     return 0

@@ -15,6 +15,7 @@ from workers.engines.router.groups import Groups
 from workers.engines.router.health import HealthLoop
 from workers.engines.router.options import RouterOptions
 from workers.engines.router.table import Table
+from workers.engines.token_gate import guarded
 
 logger = logging.getLogger(__name__)
 
@@ -25,13 +26,14 @@ CLOSE_TIMEOUT_S = 2
 class RouterServer:
     """The HTTP server, the health loop and the way out. Needs a running event loop."""
 
-    def __init__(self, options: RouterOptions) -> None:
+    def __init__(self, options: RouterOptions, token: str | None) -> None:
+        """``token``: asked of clients, see ``take_token``, and brought to engines."""
         self._options = options
-        self._table = Table(Groups(options.group_expiry_s))
+        self._table = Table(Groups(options.group_expiry_s), token)
         self._balancer = Balancer(self._table, options.max_queued_requests, options.queue_timeout_s)
         self._health = HealthLoop(self._table, options)
         config = uvicorn.Config(
-            RouterApp(self._table, self._balancer),
+            guarded(RouterApp(self._table, self._balancer), token),
             log_level="warning",
             access_log=False,
             lifespan="off",

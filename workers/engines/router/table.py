@@ -23,8 +23,10 @@ logger = logging.getLogger(__name__)
 class Table:
     """Engines by name, and the prompt groups that they were given. Empty at first."""
 
-    def __init__(self, groups: Groups) -> None:
+    def __init__(self, groups: Groups, token: str | None = None) -> None:
+        """``token``: what engines ask for, if they do."""
         self.groups = groups
+        self._token = token
         self.is_set = False
         """Whether a table was ever received."""
         self._targets: dict[str, Target] = {}
@@ -149,7 +151,7 @@ class Table:
         """The target of this very process, or a new one."""
         target = self._targets.get(engine.name)
         if target is None or not target.is_life_of(engine):
-            return Target(engine, Upstream(engine.url))
+            return Target(engine, Upstream(engine.url, self._token))
         target.register(engine)
         return target
 

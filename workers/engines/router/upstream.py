@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 import h11
 
+from activities.wire.token import bearer
 from models.errors import ConfigurationError
 
 IDLE_S = 3.0
@@ -33,13 +34,14 @@ class Answer(NamedTuple):
 class Upstream:
     """The connections to one engine. An open call has one of its own; idle ones are a stack."""
 
-    def __init__(self, url: str) -> None:
-        """``url``: ``http://host:port``. Raises ConfigurationError for anything else."""
+    def __init__(self, url: str, token: str | None = None) -> None:
+        """``url``: ``http://host:port``, else ConfigurationError; ``token``: what it asks for."""
         parts = urlsplit(url)
         if parts.scheme != "http" or parts.hostname is None or parts.path.strip("/"):
             raise ConfigurationError(f"{url!r} is not an engine's address: give http://host:port")
         self._host, self._port = parts.hostname, parts.port or 80
-        self._authority = parts.netloc.encode()
+        self._headers = [(b"host", parts.netloc.encode())]
+        self._headers += [(n.encode(), v.encode()) for n, v in bearer(token).items()]
         self._idle: deque[_Connection] = deque()
         self._open: set[_Connection] = set()
         self._closed = False
@@ -91,7 +93,7 @@ class Upstream:
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 _, connection = await loop.create_connection(
-                    lambda: _Connection(self._authority, self._open), self._host, self._port
+                    lambda: _Connection(self._headers, self._open), self._host, self._port
                 )
         except (TimeoutError, OSError) as error:
             raise UpstreamLost(f"no connection: {str(error) or 'timed out'}") from error
@@ -110,8 +112,8 @@ class Upstream:
 class _Connection(asyncio.Protocol):
     """One connection, one call at a time. Is in ``members`` while it is open."""
 
-    def __init__(self, authority: bytes, members: set["_Connection"]) -> None:
-        self._authority = authority
+    def __init__(self, headers: list[tuple[bytes, bytes]], members: set["_Connection"]) -> None:
+        self._headers = headers
         self._members = members
         self._http = h11.Connection(h11.CLIENT)
         self._transport: asyncio.Transport | None = None
@@ -132,7 +134,7 @@ class _Connection(asyncio.Protocol):
             answer.set_exception(UpstreamLost("the engine hung up"))
             return answer
         self._answer = answer
-        headers = [(b"host", self._authority)]
+        headers = list(self._headers)
         if method != b"GET":
             headers.append((b"content-type", b"application/json"))
             headers.append((b"content-length", b"%d" % len(body)))

@@ -6,6 +6,7 @@ model or an argument is refused, and another start would be refused as well.
 
 import os
 import sys
+from typing import Any
 
 REFUSED_STATUS = 2
 
@@ -22,7 +23,7 @@ def main(arguments: list[str], model: str) -> None:
     load_plugins()
     try:
         load_model_files(model)
-        server_args = prepare_server_args(arguments)
+        server_args = with_key(prepare_server_args([*arguments, *key_arguments()]))
     except (ValueError, AssertionError, NotImplementedError, OSError) as error:
         sys.stderr.write(f"error: SGLang refuses: {type(error).__name__}: {error}\n")
         sys.exit(REFUSED_STATUS)
@@ -30,6 +31,28 @@ def main(arguments: list[str], model: str) -> None:
         launch_server(server_args, run_scheduler_process_func=run_scheduler)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
+
+
+class HiddenKey(str):
+    """A key that SGLang's log of its own arguments does not show."""
+
+    def __repr__(self) -> str:
+        return "'***'"
+
+
+def key_arguments() -> list[str]:
+    """The token of the environment as SGLang's keys, for all calls; its children lose it."""
+    token = os.environ.pop("PERDURE_ENGINE_TOKEN", "")
+    return ["--api-key", token, "--admin-api-key", token] if token else []
+
+
+def with_key(server_args: Any) -> Any:
+    """``server_args`` with keys that are not written into logs."""
+    for name in ("api_key", "admin_api_key"):
+        if getattr(server_args, name):
+            # Assigning to arguments that are resolved is refused, also where nothing changes.
+            object.__setattr__(server_args, name, HiddenKey(getattr(server_args, name)))
+    return server_args
 
 
 def load_model_files(folder: str) -> None:
