@@ -120,6 +120,9 @@ class TrainingBatch:
         """
         values = torch.tensor([s.advantage for s in self.samples], dtype=torch.float64)
         counts = self.active_counts.double()
+        if len(values[counts > 0].unique()) < 2:
+            # what rounding leaves of equal values must not look like a gradient
+            values = torch.zeros_like(values)
         total = counts.sum().clamp(min=1)
         centered = values - (values * counts).sum() / total
         variance = (centered.square() * counts).sum() / (total - 1).clamp(min=1)
@@ -247,9 +250,17 @@ def accepted(spec: RunSpec, groups: Sequence[SampleGroup]) -> TrainingBatch:
     """The batch of one update.
 
     Raises:
-        ContractViolation: it has more or fewer samples than the run file says.
+        ContractViolation: it has more or fewer samples, or a longer one, than the run file says.
     """
     batch = TrainingBatch.of(groups)
+    longest = spec.core.max_context_length
+    for sample in batch.samples:
+        tokens = len(sample.prompt_ids) + len(sample.response_ids)
+        if tokens > longest:
+            raise ContractViolation(
+                f"{sample.where}: prompt_token_ids and response_token_ids hold {tokens} tokens "
+                f"together, core.max_context_length is {longest}"
+            )
     expected = spec.samples_per_collection
     if len(batch.samples) != expected:
         raise ContractViolation(

@@ -11,6 +11,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ class PaddedRows:
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> "PaddedRows":
         """Blocks of documents whose lengths are within the same power of two."""
-        starts = [sum(lengths[:i]) for i in range(len(lengths))]
+        starts = list(accumulate(lengths, initial=0))
         blocks: dict[int, list[int]] = {}
         for document, length in enumerate(lengths):
             blocks.setdefault(length.bit_length(), []).append(document)

@@ -44,10 +44,12 @@ class _Layer:
 class ReplayCheck:
     """Watches the replay of one model, from one ``reset`` to the next in one phase."""
 
-    def __init__(self, routers: Sequence[Router]) -> None:
+    def __init__(self, routers: Sequence[Router], *, recomputes: bool = False) -> None:
+        """``recomputes``: whether the backward pass computes every layer again."""
         self._names = [router.name for router in routers]
         first = routers[0]
         self._shape = RouteShape(len(routers), first.top_k, first.num_experts)
+        self._recomputes = recomputes
         self._supplied: Tensor | None = None  # [T, layers, k] int32
         self.reset()
         for layer, router in enumerate(routers):
@@ -115,6 +117,11 @@ class ReplayCheck:
             return f"{layer.mismatches} tokens were sent to other experts than the engine's"
         if layer.entered < self._forwards:
             return f"entered {layer.entered} times in {self._forwards} micro-batches"
+        if phase is Phase.TRAINING and self._recomputes and layer.entered < 2 * self._forwards:
+            return (
+                f"entered {layer.entered} times in {self._forwards} micro-batches that compute "
+                "every layer twice"
+            )
         if layer.returned != layer.entered:
             return f"entered {layer.entered} times, and its experts were called {layer.returned}"
         if phase is Phase.TRAINING and layer.grad_enabled < self._forwards:

@@ -33,12 +33,21 @@ class Routing:
         *,
         replay: bool = False,
         check: bool = False,
+        recomputes: bool = False,
         objective: RouterObjective | None = None,
     ) -> None:
-        """``check``: compare what is replayed with what was supplied; ``objective``: auxiliary."""
+        """Hook the routers.
+
+        Args:
+            routers: of the model, first layer first.
+            replay: send tokens to the experts that engines chose.
+            check: compare what is replayed with what was supplied.
+            recomputes: whether the backward pass computes every layer again; for the check.
+            objective: auxiliary losses.
+        """
         self.names = tuple(router.name for router in routers)
         self.replay = replay
-        self.check = ReplayCheck(routers) if replay and check else None
+        self.check = ReplayCheck(routers, recomputes=recomputes) if replay and check else None
         self._phase: Phase | None = None
         self._counting = False
         self._chosen: Tensor | None = None  # [layers, T, k] int64
@@ -77,8 +86,13 @@ class Routing:
                 f"{type(model).__name__} has no routers; remove the keys, or train a mixture of "
                 "experts"
             )
-        check = spec.core.replay_diagnostics
-        return cls(routers, replay=replay, check=check, objective=objective)
+        return cls(
+            routers,
+            replay=replay,
+            check=spec.core.replay_diagnostics,
+            recomputes=spec.trainer.activation_checkpointing,
+            objective=objective,
+        )
 
     def begin_step(self, tokens: int, documents: int) -> None:
         """Count from zero; ``tokens``, ``documents``: of the optimizer step on all ranks."""

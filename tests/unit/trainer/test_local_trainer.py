@@ -267,6 +267,19 @@ def test_wrong_advantages_name_the_sample_and_the_group(make_spec, make_groups, 
         trainer.optimize(0, "a", groups)
 
 
+def test_a_sample_beyond_the_context_is_refused_by_name(make_spec, make_groups, model_dir):
+    """A prompt of 6 and a response of 7 tokens; a kernel would compute 12 of them, in silence."""
+    spec = make_spec(core={"max_policy_lag": 8, "max_context_length": 12})
+    trainer = LocalTrainer(spec, model_dir)
+    with pytest.raises(
+        ContractViolation,
+        match=r"^rank 0: prompt group 1, sample 6: prompt_token_ids and response_token_ids hold "
+        r"13 tokens together, core.max_context_length is 12",
+    ):
+        trainer.optimize(0, "a", make_groups())
+    assert trainer.policy_version == 0
+
+
 def test_a_torn_update_is_lost_state(make_spec, make_groups, model_dir, monkeypatch):
     trainer = LocalTrainer(make_spec(training={"global_batch_size": 4}), model_dir)
     step = trainer._step

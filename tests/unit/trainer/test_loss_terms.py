@@ -159,3 +159,13 @@ def test_whitening_tied_rewards_leaves_no_signal():
     assert batch.advantages.abs().max() == 0
     single = TrainingBatch.of([group(0, [1], [0.0])]).whitened()
     assert single.advantages.tolist() == [0.0]
+
+
+def test_whitening_equal_advantages_of_all_active_tokens_leaves_no_signal():
+    """The mean of six times 0.7 is not 0.7: rounding must not look like a gradient."""
+    groups = [group(0, [6, 3, 2], [0.7, -0.3, -0.4])]
+    for sample in groups[0].samples[1:]:
+        sample.loss_mask = [0] * len(sample.response_token_ids)
+    assert 6 * 0.7 / 6 != 0.7
+    single = TrainingBatch.of(groups).whitened()
+    assert single.advantages.abs().max() == 0

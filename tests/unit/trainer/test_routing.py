@@ -7,6 +7,7 @@ from torch.nn import functional
 
 from models.errors import ConfigurationError, ContractViolation
 from workers.trainers.batch import TrainingBatch, documents_of
+from workers.trainers.decoder_layers import recompute_layers
 from workers.trainers.documents import collate_documents
 from workers.trainers.logprobs import Scorer
 from workers.trainers.replay_check import Phase
@@ -274,3 +275,20 @@ def test_diagnostics_see_training_without_gradients(make_mixture, make_groups):
     scorer_of(model, routing).score(pack)
     with pytest.raises(ContractViolation, match="entered with gradients 0 times"):
         routing.check.refuse_mismatch(Phase.TRAINING)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_diagnostics_see_layers_that_were_not_computed_again(make_mixture, make_groups, recompute):
+    """With checkpointing every layer is entered twice; here a layer keeps what it should not."""
+    model = make_mixture("qwen3_moe")
+    _, pack = one_pack(supply(model, make_groups()))
+    routing = Routing(find_routers(model), replay=True, check=True, recomputes=True)
+    if recompute:
+        recompute_layers(model)
+    scorer_of(model, routing).backward(pack, total)
+    if recompute:
+        routing.check.refuse_mismatch(Phase.TRAINING)
+        return
+    with pytest.raises(ContractViolation, match="entered 1 times in 1 micro-batches that compute"):
+        routing.check.refuse_mismatch(Phase.TRAINING)
+    routing.check.refuse_mismatch(Phase.SCORING)
