@@ -58,8 +58,10 @@ def calls(monkeypatch):
     seen = []
 
     def attend(*arguments):
-        seen.append(arguments)
-        return by_formula(*arguments)
+        *layer, kernel = arguments
+        assert kernel == "torch"
+        seen.append(layer)
+        return by_formula(*layer)
 
     monkeypatch.setattr(document_attention, "kernel_dtype", lambda query, value: query.dtype)
     monkeypatch.setattr(document_attention, "attend", attend)
