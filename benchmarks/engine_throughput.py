@@ -28,7 +28,7 @@ import asyncio
 import json
 import statistics
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -180,7 +180,7 @@ async def compare(
             async with asyncio.timeout(ROUND_DEADLINE_S):
                 if side == "producer":
                     spec = spec_for(told, load.concurrency, root, load.groups)
-                    row = await ask_producer(spec, model, server.url, load, told.work)
+                    row = await ask_producer(spec, model, (server.url,), load, told.work)
                 else:
                     row = await server.peer.run(model.path, server.url, load, root)
             print(json.dumps({"side": side, "turn": turn, **row}), flush=True)
@@ -214,10 +214,10 @@ def describe(row: dict[str, Any]) -> str:
 
 
 async def ask_producer(
-    spec: RunSpec, model: PreparedModel, url: str, load: Load, scratch: Path
+    spec: RunSpec, model: PreparedModel, urls: Sequence[str], load: Load, scratch: Path
 ) -> dict[str, float]:
     """Side (a): one collection to begin with, then the ones that count."""
-    async with router_to(spec, url, scratch) as router:
+    async with router_to(spec, urls, scratch) as router:
         producer = make_producer(spec, model, load)
         token = FenceToken(epoch=1, update=0, attempt=1)
         try:
@@ -251,13 +251,18 @@ async def collect(producer: RolloutProducer, spec: RunSpec, update: int) -> int:
 
 
 @asynccontextmanager
-async def router_to(spec: RunSpec, url: str, scratch: Path) -> AsyncIterator[ServerProcess]:
-    """A router process that routes to the engine at ``url``."""
+async def router_to(
+    spec: RunSpec, urls: Sequence[str], scratch: Path
+) -> AsyncIterator[ServerProcess]:
+    """A router process that routes to the engines at ``urls``."""
     command = router_command(order_of(spec, "router", scratch), spec)
     router = await ServerProcess.start(command, spec.inference.start_timeout_s)
     control = RouterClient(router.url)
-    engine = RoutedEngine(name="engine-0", url=url, incarnation=0, version=0, digest=DIGEST)
-    table = RoutingTable(engines=(engine,), committed=((0, DIGEST),))
+    engines = tuple(
+        RoutedEngine(name=f"engine-{rank}", url=url, incarnation=0, version=0, digest=DIGEST)
+        for rank, url in enumerate(urls)
+    )
+    table = RoutingTable(engines=engines, committed=((0, DIGEST),))
     try:
         await control.set_table(FenceToken(epoch=1, update=0, attempt=1), table)
         yield router

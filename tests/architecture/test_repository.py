@@ -124,7 +124,7 @@ def test_commands_in_the_documents_exist() -> None:
     assert told <= known
 
 
-@pytest.mark.parametrize("script", ["quickstart", "test", "pin", "gpu_smoke.sh"])
+@pytest.mark.parametrize("script", ["quickstart", "test", "pin", "gpu_smoke.sh", "gpu_scale.sh"])
 def test_script_is_executable_and_parses(script: str) -> None:
     path = ROOT / "scripts" / script
     assert path.stat().st_mode & 0o111
