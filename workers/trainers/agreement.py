@@ -6,7 +6,7 @@ would the trainer's log-probs be if the engine had done this or that? The fault 
 smallest gap is named.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,7 @@ from workers.trainers.packing import MicroBatch
 from workers.trainers.ranks import Ranks
 
 _EXPLAINED = 0.5  # of the gap may be left by a fault that counts as its likely cause
+_ELEMENTS = 1 << 24  # of the logits that are looked at together: sorted ones take 12 bytes each
 
 _LATE = "each log-prob is that of the token before (recorded one token late)"
 _EARLY = "each log-prob is that of the token after (recorded one token early)"
@@ -132,12 +133,10 @@ class AgreementGuard:
         if not faults:
             return []
         rescored = [torch.full_like(old, float("nan")) for _ in faults]
-        for micro in micros:
-            for logits, targets, index in scorer.logits(micro):
-                for target, (_, temperature, cut_off) in zip(rescored, faults, strict=True):
-                    target[index] = self._logprobs(logits, targets, temperature, cut_off).to(
-                        old.dtype
-                    )
+        for logits, targets, index in _slices(scorer, micros):
+            for target, (_, temperature, cut_off) in zip(rescored, faults, strict=True):
+                found = self._logprobs(logits, targets, temperature, cut_off)
+                target[index] = found.to(old.dtype)
         seen = ~old.isnan()
         return [
             Finding(fault, mean_gap(values, behavior, seen, self._ranks).mean)
@@ -170,6 +169,16 @@ class AgreementGuard:
         if newest.tokens == 0 or older.tokens == 0:
             return []
         return [Finding(_AGE, newest.mean)]
+
+
+def _slices(
+    scorer: Scorer, micros: Sequence[MicroBatch]
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Few rows at a time of (logits [n, V], targets [n], token index [n])."""
+    for micro in micros:
+        for chunk in scorer.logits(micro):
+            rows = max(1, _ELEMENTS // chunk[0].shape[-1])
+            yield from zip(*(part.split(rows) for part in chunk), strict=True)
 
 
 def likely_cause(mean: float, findings: Sequence[Finding]) -> str:

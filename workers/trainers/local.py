@@ -153,7 +153,10 @@ class LocalTrainer:
         plans = plan_steps(batch, self.spec.steps_per_update, seed, keep_tied=keep_tied)
         tally = UpdateTally()
         steps = [plan for plan in plans if plan.has_signal]
-        tokens = UpdateTokens.of(batch, self._scorer.device)
+        with agreed(self.ranks):
+            shares = [plan.share(self.ranks.rank, self.ranks.world) for plan in plans]
+        own = [member for share in shares for member in share.members]
+        tokens = UpdateTokens.of(batch, self._scorer.device, members=own)
         if steps:
             extra = self._run_steps(tokens, steps, tally)
         else:

@@ -20,34 +20,33 @@ class BehaviorVersion:
 
 @dataclass(frozen=True, slots=True)
 class TokenVersions:
-    """Behavior versions of a collection's N response tokens, sample after sample."""
+    """Behavior versions of a collection's S samples and N response tokens, in their order."""
 
     sampled_by: Tensor  # [N] int64, the version that sampled the token
     replay: Tensor  # [N] int64, the version that sampled the last token of the same response
     oldest: BehaviorVersion
     newest: BehaviorVersion
-    mixed_responses: int
-    """Responses that more than one version sampled."""
+    mixed: Tensor  # [S] bool, whether more than one version sampled the response
 
     @classmethod
     def of(cls, groups: Sequence[SampleGroup]) -> "TokenVersions":
         """Of groups whose samples have valid provenance."""
         rows: list[tuple[int, int, int]] = []
         met: list[BehaviorVersion] = []
-        mixed = 0
+        mixed: list[bool] = []
         for group in groups:
             for sample in group.samples:
                 for span in sample.spans:
                     rows.append((span.version, sample.replay_version, span.end - span.start))
                     met.append(BehaviorVersion(span.version, place(group, sample)))
-                mixed += sample.is_mixed
+                mixed.append(sample.is_mixed)
         sampled_by, replay, lengths = torch.tensor(rows, dtype=torch.long).reshape(-1, 3).unbind(1)
         return cls(
             sampled_by=sampled_by.repeat_interleave(lengths),
             replay=replay.repeat_interleave(lengths),
             oldest=min(met),
             newest=max(met),
-            mixed_responses=mixed,
+            mixed=torch.tensor(mixed, dtype=torch.bool),
         )
 
     def lag(self, policy_version: int, limit: int) -> int:

@@ -8,10 +8,11 @@ A response that lived through a publication has an older prefix and a newer rest
 The latest forward is the one that made the last token; the prefix was sampled by versions before
 it. With delta = trainer log-prob before the update - behavior log-prob, each kind reports mean and
 largest |delta| and the share of tokens whose weight exp(delta) the truncation changes. Both kinds
-contain policy age as well as numerical differences. All numbers are over all ranks.
+contain policy age as well as numerical differences. The event is of one rank and its samples, the
+metrics are over all ranks.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ LATEST_FORWARD = "latest_forward"
 
 def refresh_scores(
     batch: TrainingBatch,
+    members: Sequence[int],
     old: Tensor,
     settings: LossSettings,
     ranks: Ranks,
@@ -39,9 +41,11 @@ def refresh_scores(
 
     Args:
         batch: the collection, N response tokens.
-        old: [N] the trainer's log-probs before the update; NaN where a token is not in the loss.
+        members: this rank's samples of it.
+        old: [N] the trainer's log-probs before the update; NaN where a token is not in the loss, or
+            another rank's.
         settings: where importance weights are truncated.
-        ranks: who else scored tokens.
+        ranks: over whom numbers are; the only rank for those of this one.
         rollout_id: index of the update.
         policy_version: completed optimizer steps before the update.
 
@@ -58,11 +62,13 @@ def refresh_scores(
     own.append(_sums(delta[versions == policy_version], settings))
     *sums, current = ranks.all_reduce_sum(torch.stack([row[:3] for row in own])).tolist()
     largest = ranks.all_reduce_max(torch.stack([row[3] for row in own])).tolist()
+    mixed = int(batch.versions.mixed[list(members)].sum())
+    responses = ranks.all_reduce_sum(torch.tensor([mixed, len(members)])).tolist()
     tokens = int(sum(count for count, *_ in sums))
     event: dict[str, Any] = {
         "rollout_id": rollout_id,
-        "mixed_responses": batch.versions.mixed_responses,
-        "response_count": len(batch.samples),
+        "mixed_responses": responses[0],
+        "response_count": responses[1],
         "active_tokens": tokens,
         "current_version_token_fraction": current[0] / max(tokens, 1),
     }

@@ -18,6 +18,8 @@ class UpdateTokens:
     """The N response tokens of one update on the trainer's device."""
 
     batch: TrainingBatch
+    members: tuple[int, ...]
+    """This rank's samples of the collection."""
     behavior: Tensor  # [N] float32
     advantages: Tensor  # [N] float32
     active: Tensor  # [N] bool
@@ -28,13 +30,18 @@ class UpdateTokens:
 
     @classmethod
     def of(
-        cls, batch: TrainingBatch, device: torch.device, dtype: torch.dtype = torch.float32
+        cls,
+        batch: TrainingBatch,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        members: Sequence[int] | None = None,
     ) -> "UpdateTokens":
-        """Nothing scored yet. ``dtype`` is that of log-probs."""
+        """Nothing scored yet. ``dtype`` is that of log-probs; ``members`` are all by default."""
         unscored = torch.full((batch.num_tokens,), float("nan"), device=device, dtype=dtype)
         samples = torch.arange(len(batch.samples)).repeat_interleave(batch.lengths)
         return cls(
             batch=batch,
+            members=tuple(range(len(batch.samples)) if members is None else members),
             behavior=batch.behavior.to(device, dtype),
             advantages=batch.advantages.to(device, dtype),
             active=batch.active.to(device),

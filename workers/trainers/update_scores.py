@@ -18,7 +18,7 @@ from workers.trainers.contract_file import ContractFile
 from workers.trainers.logprobs import Scorer
 from workers.trainers.loss import LossSettings
 from workers.trainers.packing import MicroBatch
-from workers.trainers.ranks import Ranks, agreed
+from workers.trainers.ranks import Ranks, SingleRank, agreed
 from workers.trainers.refresh_scores import REFRESH_SCORES, refresh_metrics, refresh_scores
 from workers.trainers.score_profile import SCORES, score_metrics, score_profile
 from workers.trainers.scoring import (
@@ -30,6 +30,9 @@ from workers.trainers.scoring import (
     scoring_check,
 )
 from workers.trainers.step_loss import UpdateTokens
+
+_ROWS = "dynamic"
+"""One computation, compiled or not, serves rows of every length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +192,7 @@ class UpdateScores:
             "rollout_id": self._rollout_id,
             "seconds": time.perf_counter() - started,
             "model_tokens": model_tokens,
+            "row_specialization": _ROWS,
         }
         judge.append(SCORE_TIMING, timing)
 
@@ -202,16 +206,24 @@ class UpdateScores:
 def record_refresh(
     judge: Judge, tokens: UpdateTokens, rollout_id: int, policy_version: int
 ) -> dict[str, float]:
-    """Append the update's ``refresh_scores`` event where policies change under live requests."""
+    """Append this rank's ``refresh_scores`` event where policies change under live requests.
+
+    Returns:
+        The same numbers over all ranks.
+    """
     if judge.spec.core.publication_mode != "refresh":
         return {}
-    event = refresh_scores(
-        tokens.batch,
-        tokens.old,
-        judge.settings,
-        judge.ranks,
-        rollout_id=rollout_id,
-        policy_version=policy_version,
+    own, whole = (
+        refresh_scores(
+            tokens.batch,
+            tokens.members,
+            tokens.old,
+            judge.settings,
+            ranks,
+            rollout_id=rollout_id,
+            policy_version=policy_version,
+        )
+        for ranks in (SingleRank(), judge.ranks)
     )
-    judge.append(REFRESH_SCORES, event)
-    return refresh_metrics(event)
+    judge.append(REFRESH_SCORES, own)
+    return refresh_metrics(whole)

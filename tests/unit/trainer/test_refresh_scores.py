@@ -54,7 +54,8 @@ WORKED_OLD = torch.tensor(
 
 
 def scores(batch: TrainingBatch, old: torch.Tensor, settings: LossSettings, **where: int):
-    return refresh_scores(batch, old, settings, SingleRank(), **where)
+    members = range(len(batch.samples))
+    return refresh_scores(batch, members, old, settings, SingleRank(), **where)
 
 
 def test_worked_numbers():
@@ -102,6 +103,14 @@ def test_a_kind_without_tokens_is_omitted():
         "active_tokens": 0,
         "current_version_token_fraction": 0.0,
     }
+
+
+def test_responses_are_those_of_the_rank():
+    old = torch.where(torch.arange(15) < 10, NAN, WORKED_OLD)
+    where = {"rollout_id": 0, "policy_version": 8}
+    event = refresh_scores(worked_batch(), (1, 2), old, LossSettings(), SingleRank(), **where)
+    assert (event["response_count"], event["mixed_responses"]) == (2, 0)
+    assert (event["active_tokens"], event["current_version_token_fraction"]) == (2, 1.0)
 
 
 def split_spans(groups):

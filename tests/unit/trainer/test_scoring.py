@@ -111,6 +111,7 @@ def test_a_required_pass_scores_everything_and_changes_nothing(make_spec, make_g
     (timing,) = events(spec, "score_timing")
     assert timing["model_tokens"] == report.metrics["train/model_tokens"]
     assert timing["seconds"] > 0
+    assert timing["row_specialization"] == "dynamic"
     assert events(spec, "scores")[0]["source"] == "standalone"
     assert events(spec, "scoring_check") == []
 

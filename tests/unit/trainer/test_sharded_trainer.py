@@ -159,7 +159,9 @@ def test_routes_are_replayed_on_every_rank(two_ranks, make_spec, make_groups, mi
     assert tokens == steps[0]["normalization"]["model_tokens"]
 
 
-def test_refresh_scores_of_two_ranks_are_those_of_one(two_ranks, make_spec, make_groups, model_dir):
+def test_refresh_scores_of_two_ranks_add_up_to_those_of_one(
+    two_ranks, make_spec, make_groups, model_dir
+):
     """Responses that versions 0 and 1 made; all of the second rank's group, none of the first's."""
     spec = make_spec(optimizer=SMOOTH, core={"publication_mode": "refresh", "max_policy_lag": 8})
     mixed = make_groups(1)
@@ -171,13 +173,21 @@ def test_refresh_scores_of_two_ranks_are_those_of_one(two_ranks, make_spec, make
     expected = events(root_alone(spec), 0, "refresh_scores")[1]
     assert expected["historical_prefix"]["tokens"] == 2 + 3 + 3 + 4
     assert expected["mixed_responses"] == 4
+    own = [events(spec, rank, "refresh_scores")[1] for rank in range(2)]
+    assert [event["mixed_responses"] for event in own] == [0, 4]
+    assert "historical_prefix" not in own[0]
+    assert own[1]["historical_prefix"] == pytest.approx(expected["historical_prefix"], rel=1e-4)
+    for name in ("active_tokens", "response_count"):
+        assert sum(event[name] for event in own) == expected[name]
+    parts = [event["latest_forward"] for event in own]
+    assert max(part["max_abs_logratio"] for part in parts) == pytest.approx(
+        expected["latest_forward"]["max_abs_logratio"], rel=1e-4
+    )
+    for name in ("mean_abs_logratio", "tis_clip_fraction"):
+        total = sum(part[name] * part["tokens"] for part in parts)
+        whole = expected["latest_forward"]
+        assert total == pytest.approx(whole[name] * whole["tokens"], rel=1e-4)
     for rank in range(2):
-        event = events(spec, rank, "refresh_scores")[1]
-        assert event.keys() == expected.keys()
-        for name in ("active_tokens", "mixed_responses", "current_version_token_fraction"):
-            assert event[name] == expected[name]
-        for kind in ("historical_prefix", "latest_forward"):
-            assert event[kind] == pytest.approx(expected[kind], rel=1e-4)
         for key, value in single.reports[1].metrics.items():
             if key.startswith("train/refresh/"):
                 assert both[rank].reports[1].metrics[key] == pytest.approx(value, rel=1e-4), key

@@ -74,7 +74,7 @@ def test_versions_of_every_token_by_hand():
     versions = TrainingBatch.of(groups).versions
     assert versions.sampled_by.tolist() == [5, 5, 7, 7, 7, 6, 4, 5, 5]
     assert versions.replay.tolist() == [7, 7, 7, 7, 7, 6, 5, 5, 5]
-    assert versions.mixed_responses == 2
+    assert versions.mixed.sum() == 2
     assert versions.lag(8, 4) == 4
 
 
