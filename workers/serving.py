@@ -19,6 +19,7 @@ from workers.connection import connect, ensure_search_attributes
 from workers.deployment import deployment
 from workers.metrics_address import WORKER_METRICS, metrics_address
 from workflows.evaluation import BackgroundEvaluation
+from workflows.retraining import Retraining
 from workflows.training import Training
 
 ACTIVITY_SLOTS = 100
@@ -60,7 +61,7 @@ def build_worker(
     return Worker(
         client,
         task_queue=task_queue,
-        workflows=[Training, BackgroundEvaluation],
+        workflows=[Training, BackgroundEvaluation, Retraining],
         activities=activities,
         max_concurrent_activities=ACTIVITY_SLOTS,
         max_concurrent_workflow_tasks=8,  # a mass replay of more trips the deadlock detector

@@ -36,6 +36,7 @@ from models.checkpoint import CheckpointRef, CheckpointRequest
 from models.errors import fatal_type_names
 from models.evaluation import EvaluateRequest, EvaluationReport, ExportReport, ExportRequest
 from models.publication import PublicationReport, PublishRequest
+from models.retraining import DecideRequest, Firing, FiringRequest, RetrainingOutcome
 from models.rollout import CollectRequest, RolloutCollection
 from models.run import (
     ClaimResult,
@@ -129,8 +130,13 @@ EVALUATE_SNAPSHOT = Stage(
 )
 RECORD_EVALUATION = Stage("record_evaluation", EvaluationFailure, type(None), 60.0)
 
+PLAN_FIRING = Stage("plan_firing", FiringRequest, Firing, _HOUR_S)
+AWAIT_TRAINING = Stage("await_training", str, type(None), 30 * 24 * _HOUR_S)
+DECIDE_FIRING = Stage("decide_firing", DecideRequest, RetrainingOutcome, _HOUR_S, drains=True)
+
 STAGES: tuple[Stage[Any, Any], ...] = (
     CLAIM, PREPARE, COLLECT, OPTIMIZE, PUBLISH, CHECKPOINT, EVALUATE, EXPORT, RECORD, REVOKE,
     SNAPSHOT, SUBMIT_EVALUATION, RECORD_SUBMISSION,
     AWAIT_EVALUATION, EVALUATE_SNAPSHOT, RECORD_EVALUATION,
+    PLAN_FIRING, AWAIT_TRAINING, DECIDE_FIRING,
 )  # fmt: skip

@@ -58,6 +58,13 @@ THROUGHPUT_ANALYSIS = "throughput-analysis.json"
 CAPACITY_ANALYSIS = "capacity-analysis.json"
 OCCUPANCY_ANALYSIS = "occupancy-analysis.json"
 
+LINEAGE = "lineage"
+"""Decisions on firings, in the root of a scheduled retraining."""
+LATEST_EXPORT = "latest.json"
+"""Which export to serve, in the root of a scheduled retraining."""
+FIRING_PLAN = "firing.json"
+"""Written last in a firing's folder: what it does."""
+
 EVALUATION = "evaluation"
 """Receipts and results of background evaluations."""
 EVAL_SNAPSHOTS = "eval-snapshots"
@@ -151,3 +158,18 @@ def epoch_file(epoch: int) -> str:
 def revoked_file(epoch: int) -> str:
     """Its existence revokes ``epoch`` and every lower one."""
     return f"{LEASE}/revoked-{epoch:08d}.json"
+
+
+def firing_file(name: str, file: str) -> str:
+    """A file of the firing ``name`` of a scheduled retraining."""
+    return f"firings/{name}/{file}"
+
+
+def firing_run(name: str) -> str:
+    """The output root of the run of the firing ``name``, in the root of its retraining."""
+    return f"runs/{name}"
+
+
+def lineage_record(number: int) -> str:
+    """The decision ``number``; its exclusive creation takes the number."""
+    return f"{LINEAGE}/{number:08d}.json"

@@ -15,6 +15,7 @@ from tests.support.histories import read_history
 from workers.plugin import perdure_plugin
 from workflows import stages
 from workflows.evaluation import BackgroundEvaluation
+from workflows.retraining import Retraining
 from workflows.training import Training
 
 HISTORIES = sorted((Path(__file__).parent / "histories").glob("*.json"))
@@ -22,7 +23,8 @@ HISTORIES = sorted((Path(__file__).parent / "histories").glob("*.json"))
 
 @pytest.mark.parametrize("path", HISTORIES, ids=lambda path: path.stem)
 async def test_recorded_history_replays(path: Path) -> None:
-    replayer = Replayer(workflows=[Training, BackgroundEvaluation], plugins=[perdure_plugin()])
+    workflows = [Training, BackgroundEvaluation, Retraining]
+    replayer = Replayer(workflows=workflows, plugins=[perdure_plugin()])
     await replayer.replay_workflow(read_history(path))
 
 
@@ -33,6 +35,7 @@ def test_there_are_histories_of_every_kind_of_run() -> None:
         "paused", "stopped", "cancelled", "deadline", "failed",
         "fully_async", "fully_async_lost_producer",
         "background", "background_busy", "background_failed", "evaluation_that_waited",
+        "retraining", "retraining_failed", "retraining_canceled", "retraining_joined",
     } <= names  # fmt: skip
 
 

@@ -24,6 +24,8 @@ class Script:
     log: list[str] = field(default_factory=list)
     faults: dict[str, list[Exception]] = field(default_factory=dict)
     gates: dict[str, asyncio.Event] = field(default_factory=dict)
+    reports: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """What an evaluation of this phase reports instead."""
     _reached: dict[str, asyncio.Event] = field(default_factory=lambda: defaultdict(asyncio.Event))
 
     def fail(self, call: str, *errors: Exception) -> None:

@@ -63,7 +63,7 @@ class FakeProducer:
     async def evaluate(self, token: FenceToken, request: EvaluateRequest) -> EvaluationReport:
         self._check(token)
         await self._play(f"evaluate {request.update} {request.phase}")
-        return EvaluationReport(
+        report = EvaluationReport(
             update=request.update,
             policy_version=request.policy_version,
             name="reward",
@@ -76,6 +76,7 @@ class FakeProducer:
             uri=f"rollouts/eval_{request.update:07d}.parquet",
             seconds=0.1,
         )
+        return report.model_copy(update=self.script.reports.get(request.phase, {}))
 
     async def data_state(self, consumed_through: int) -> DataState:
         self._check()

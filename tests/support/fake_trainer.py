@@ -90,6 +90,8 @@ class FakeTrainer:
     async def export(self, token: FenceToken, uri: str) -> ExportReport:
         self._check(token)
         await self._play("export")
+        self.store.write_bytes(f"{uri}/config.json", b"{}")
+        self.store.write_bytes(f"{uri}/model.safetensors", f"{self.policy_version}".encode())
         return ExportReport(
             uri=uri,
             policy_version=self.policy_version,

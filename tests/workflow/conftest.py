@@ -16,6 +16,7 @@ from temporalio.worker import Replayer
 
 from activities.background.catalog import BackgroundActivities
 from activities.catalog import ControlActivities, FleetActivities
+from activities.retraining.catalog import RetrainingActivities
 from activities.storage import layout
 from activities.storage.store import Store
 from configs.load import resolve_document
@@ -25,8 +26,10 @@ from tests.support.fake_fleet import FakeFleet, ListTracker, site_of
 from tests.support.histories import write_history
 from workers.plugin import perdure_plugin
 from workers.serving import build_worker
+from workers.sources.rows import jsonl_rows
 from workflows.evaluation import BackgroundEvaluation
 from workflows.options import CONTROL_QUEUE, fleet_queue
+from workflows.retraining import Retraining
 from workflows.training import Training
 
 
@@ -139,7 +142,7 @@ class Stage:
 @pytest.fixture(scope="session")
 async def control_worker(temporal_client_session: Client) -> AsyncIterator[None]:
     """One control worker for all tests."""
-    activities = ControlActivities().all()
+    activities = [*ControlActivities().all(), *RetrainingActivities(jsonl_rows).all()]
     async with build_worker(temporal_client_session, CONTROL_QUEUE, activities):
         yield
 
@@ -156,7 +159,8 @@ RECORD_VARIABLE = "PERDURE_RECORD_HISTORIES"
 
 async def check_replay(stage: Stage, test: str) -> None:
     """Replay what the test ran: the workflow must be a function of its history."""
-    replayer = Replayer(workflows=[Training, BackgroundEvaluation], plugins=[perdure_plugin()])
+    workflows = [Training, BackgroundEvaluation, Retraining]
+    replayer = Replayer(workflows=workflows, plugins=[perdure_plugin()])
     for index, history in enumerate(await stage.histories()):
         await replayer.replay_workflow(history)
         if folder := os.environ.get(RECORD_VARIABLE):
@@ -175,9 +179,14 @@ async def make_stage(
     stages: list[Stage] = []
     async with AsyncExitStack() as workers:
 
-        async def make(num_engines: int = 1, *, with_router: bool = False) -> Stage:
+        async def make(
+            num_engines: int = 1,
+            *,
+            with_router: bool = False,
+            fleet_class: type[FakeFleet] = FakeFleet,
+        ) -> Stage:
             name = f"t{uuid.uuid4().hex[:10]}"
-            fleet = FakeFleet(num_engines, with_router=with_router)
+            fleet = fleet_class(num_engines, with_router=with_router)
             stage = Stage(temporal_client, tmp_path / name, name, fleet)
             site = site_of(stage.fleet, stage.tracker)
             background = BackgroundActivities(site, stage.evaluators.open, "tests")

@@ -1,0 +1,1 @@
+"""Scheduled retraining: choose new data, decide on what was trained, keep lineage and pointer."""
