@@ -33,6 +33,7 @@ def write_tensors(
     tensors: Mapping[str, Tensor],
     dtype: torch.dtype | None = None,
     data: Iterable[tuple[str, Tensor]] | None = None,
+    metadata: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """Write ``tensors`` to ``path``, floating ones as ``dtype`` (default: their own).
 
@@ -42,6 +43,7 @@ def write_tensors(
         dtype: Type of floating tensors in the file.
         data: The same tensors in the same order, asked for one at a time; then ``tensors`` may be
             without data. Default: ``tensors``.
+        metadata: What the header says besides.
 
     Returns:
         Name -> xxh3_64 hex of the bytes as written.
@@ -52,7 +54,7 @@ def write_tensors(
     }
     checksums: dict[str, str] = {}
     with path.open("wb") as file:
-        file.write(_header(tensors, target))
+        file.write(_header(tensors, target, metadata or {}))
         for name, tensor in tensors.items() if data is None else data:
             content = bytes_of(tensor, target[name])
             checksums[name] = xxhash.xxh3_64_hexdigest(content)
@@ -72,9 +74,11 @@ def tensor_checksums(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) 
     }
 
 
-def _header(tensors: Mapping[str, Tensor], target: Mapping[str, torch.dtype]) -> bytes:
+def _header(
+    tensors: Mapping[str, Tensor], target: Mapping[str, torch.dtype], metadata: Mapping[str, str]
+) -> bytes:
     """Length prefix and JSON header for tensors laid out in mapping order."""
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     offset = 0
     for name, tensor in tensors.items():
         end = offset + tensor.numel() * target[name].itemsize

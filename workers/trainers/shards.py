@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from models.errors import ContractViolation
 from workers.sources.expert_names import file_weights
 
 
@@ -23,27 +22,6 @@ def is_sharded(tensor: Tensor) -> bool:
 def local_part(tensor: Tensor) -> Tensor:
     """This rank's rows, sharing memory with ``tensor``; ``tensor`` itself when not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def cut(total: int, rank: int, world: int) -> tuple[int, int]:
-    """Begin and end of rank ``rank``'s rows of ``total``."""
-    size = -(-total // world)
-    return min(rank * size, total), min((rank + 1) * size, total)
-
-
-def own_rows(tensor: Tensor, rank: int, world: int) -> tuple[int, int]:
-    """Begin and end of the rows of a sharded ``tensor`` that are rank ``rank``'s.
-
-    Raises:
-        ContractViolation: the rank's part is not what the cutting rule gives.
-    """
-    begin, end = cut(tensor.shape[0], rank, world)
-    held = local_part(tensor).shape[0]
-    if held != end - begin:
-        raise ContractViolation(
-            f"rank {rank} of {world} holds {held} of {tensor.shape[0]} rows, expected {end - begin}"
-        )
-    return begin, end
 
 
 def whole(tensor: Tensor) -> Tensor:

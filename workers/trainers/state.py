@@ -4,13 +4,13 @@ model.safetensors       parameters and persistent buffers, float32
 optimizer.safetensors   exp_avg.NAME, exp_avg_sq.NAME and step.NAME of every parameter
 state.json              clock, completed steps, last applied update with its report
 
-Several ranks write the first two in parts, with an index; see ``shard_files``. Any number of ranks
-reads what any number wrote.
+Several ranks write the first two in parts; see ``checkpoint_parts``. Any number of ranks reads what
+any number wrote.
 """
 
 import hashlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -22,20 +22,14 @@ from models.base import Carried
 from models.checkpoint import CheckpointFile, PolicyClock
 from models.errors import ContractViolation
 from models.update import UpdateReport
-from workers.sources.tensor_file import write_tensors
+from workers.trainers.checkpoint_parts import PartReader, part_name, write_part
 from workers.trainers.ranks import Ranks, SingleRank, agreed
-from workers.trainers.shard_files import (
-    SHARDS_FILE,
-    ShardIndex,
-    opened_shards,
-    own_tensors,
-    shard_name,
-)
 from workers.trainers.weights import MODEL_FILE, named_weights
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 STATE_FILE = "state.json"
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+_OLD_INDEX = "shards.json"
 _FILES = TypeAdapter(tuple[CheckpointFile, ...])
 
 
@@ -46,6 +40,8 @@ class TrainerState(Carried):
     clock: PolicyClock
     last_report: UpdateReport | None = None
     """The last applied update: a repeated call after a restore gets the same report."""
+    num_parts: int = 1
+    """How many ranks wrote it, each a part of every file of tensors."""
 
 
 def write_state(
@@ -64,20 +60,20 @@ def write_state(
         StorageFull: the device is full; on all ranks together.
     """
     ranks = ranks or SingleRank()
-    own: list[str] = []
     with agreed(ranks), storage_errors(str(folder)):
         make_folder(folder)
-        weights = named_weights(model)
-        parts = {MODEL_FILE: weights, OPTIMIZER_FILE: _optimizer_tensors(model, optimizer)}
-        for file, tensors in parts.items():
-            own.append(shard_name(file, ranks.rank, ranks.world))
-            write_tensors(folder / own[-1], own_tensors(tensors, ranks))
-        documents: dict[str, Carried] = {STATE_FILE: state} if ranks.rank == 0 else {}
-        if documents and ranks.world > 1:
-            documents[SHARDS_FILE] = ShardIndex.of(weights, ranks.world)
-        for name, document in documents.items():
-            own.append(name)
-            _write_document(folder / name, document)
+        parts = {
+            MODEL_FILE: named_weights(model),
+            OPTIMIZER_FILE: _named(_moments(model, optimizer)),
+        }
+        own = [part_name(file, ranks.rank, ranks.world) for file in parts]
+        for name, tensors in zip(own, parts.values(), strict=True):
+            write_part(folder / name, tensors, ranks)
+        if ranks.rank == 0:
+            own.append(STATE_FILE)
+            _write_document(
+                folder / STATE_FILE, state.model_copy(update={"num_parts": ranks.world})
+            )
         described = _FILES.dump_json(tuple(_describe(folder / name) for name in own)).decode()
     return tuple(file for text in ranks.exchange(described) for file in _FILES.validate_json(text))
 
@@ -94,67 +90,64 @@ def read_state(
         ContractViolation: a file is missing, or its tensors do not fit the model; on all ranks
             together.
     """
-    ranks = ranks or SingleRank()
-    with agreed(ranks):
+    with agreed(ranks or SingleRank()):
         names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-        index = None
-        if SHARDS_FILE in names:
-            index = ShardIndex.model_validate_json((folder / SHARDS_FILE).read_bytes())
-        world = 1 if index is None else index.world
-        _refuse_missing(folder, names, world)
-        state = TrainerState.model_validate_json((folder / STATE_FILE).read_bytes())
-        with opened_shards(folder, MODEL_FILE, index) as reader:
-            weights = named_weights(model)
-            reader.refuse_other_names(set(weights))
-            for name, target in weights.items():
-                reader.fill(target, name, ranks, name)
-        _restore_moments(folder, index, dict(model.named_parameters()), optimizer, ranks)
+        state = _read_document(folder, names)
+        parts = [
+            part_name(file, rank, state.num_parts)
+            for file in (MODEL_FILE, OPTIMIZER_FILE)
+            for rank in range(state.num_parts)
+        ]
+        _refuse_missing(folder, names, parts)
+        reader = PartReader(folder, parts)
+        optimizer.state.clear()
+        moments = _fresh_moments(model, reader.names)
+        reader.fill({**named_weights(model), **_named(moments)})
+        parameters = dict(model.named_parameters())
+        optimizer.state.update({parameters[name]: moments[name] for name in moments})
     return state
 
 
-def _refuse_missing(folder: Path, names: Iterable[str], world: int) -> None:
-    parts = [
-        shard_name(file, rank, world)
-        for file in (MODEL_FILE, OPTIMIZER_FILE)
-        for rank in range(world)
-    ]
-    missing = [name for name in (*parts, STATE_FILE) if name not in names]
+def _read_document(folder: Path, names: Iterable[str]) -> TrainerState:
+    _refuse_missing(folder, names, [STATE_FILE])
+    if _OLD_INDEX in names:
+        raise ContractViolation(
+            f"checkpoint {folder} is in parts with an index {_OLD_INDEX}, which this version does "
+            "not read; resume with the version that wrote it"
+        )
+    return TrainerState.model_validate_json((folder / STATE_FILE).read_bytes())
+
+
+def _refuse_missing(folder: Path, names: Iterable[str], needed: Sequence[str]) -> None:
+    missing = [name for name in needed if name not in names]
     if missing:
         raise ContractViolation(f"checkpoint {folder} lacks {', '.join(missing)}")
 
 
-def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def _fresh_moments(model: nn.Module, held: Container[str]) -> dict[str, dict[str, Tensor]]:
+    """Optimizer state to be filled, by parameter; one without moments never had a gradient."""
     return {
-        f"{key}.{name}": optimizer.state[parameter][key]
+        name: {
+            "exp_avg": torch.zeros_like(parameter.detach()),
+            "exp_avg_sq": torch.zeros_like(parameter.detach()),
+            "step": torch.zeros((), device=parameter.device),
+        }
         for name, parameter in model.named_parameters()
-        if parameter in optimizer.state
-        for key in _MOMENTS
+        if f"{_MOMENTS[0]}.{name}" in held
     }
 
 
-def _restore_moments(
-    folder: Path,
-    index: ShardIndex | None,
-    parameters: Mapping[str, nn.Parameter],
-    optimizer: torch.optim.Optimizer,
-    ranks: Ranks,
-) -> None:
-    """Rebuild the optimizer's state; a parameter without tensors never had a gradient."""
-    optimizer.state.clear()
-    with opened_shards(folder, OPTIMIZER_FILE, index) as reader:
-        stepped = [name for name in parameters if f"{_MOMENTS[0]}.{name}" in reader.names]
-        reader.refuse_other_names({f"{key}.{name}" for name in stepped for key in _MOMENTS})
-        for name in stepped:
-            parameter = parameters[name]
-            state = {
-                "exp_avg": torch.zeros_like(parameter.detach()),
-                "exp_avg_sq": torch.zeros_like(parameter.detach()),
-                "step": torch.zeros((), device=parameter.device),
-            }
-            for key in _MOMENTS:
-                like = None if key == "step" else name
-                reader.fill(state[key], f"{key}.{name}", ranks, like)
-            optimizer.state[parameter] = state
+def _moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Mapping[str, Tensor]]:
+    """Optimizer state by parameter, of those that have stepped."""
+    return {
+        name: optimizer.state[parameter]
+        for name, parameter in model.named_parameters()
+        if parameter in optimizer.state
+    }
+
+
+def _named(moments: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    return {f"{key}.{name}": state[key] for name, state in moments.items() for key in _MOMENTS}
 
 
 def _write_document(path: Path, document: Carried) -> None:
