@@ -11,7 +11,9 @@ import pytest
 import torch
 from step_reference import Reference, chunks, gradients, layout, spread
 
-from workers.trainers.batch import TrainingBatch, plan_steps
+from workers.trainers.batch import TrainingBatch, documents_of, plan_steps
+from workers.trainers.document_attention import use_document_attention
+from workers.trainers.documents import collate_documents
 from workers.trainers.logprobs import Scorer
 from workers.trainers.loss import LossSettings
 from workers.trainers.normalization import Normalization
@@ -200,3 +202,37 @@ def test_a_tied_group_may_be_left_out_of_the_model(setting, make_groups, aggrega
     _, left_out = compute(model, batch, without, settings, aggregation, None, None)
     for name, gradient in with_it.items():
         assert (left_out[name] - gradient).abs().max() <= 1e-6
+
+
+@pytest.mark.parametrize("laid_out", ["shared", "padded", "documents"])
+def test_positions_that_predict_no_active_token_have_no_gradient(setting, laid_out):
+    """Of prompts but their last token, before masked tokens, of last tokens and of padding."""
+    model, frozen, groups, _, _ = setting
+    groups[1].samples[3].loss_mask = [1, 0, 0, 1, 1, 0, 1, 0]
+    groups[0].samples[2].loss_mask = [0, 0, 0]
+    batch = TrainingBatch.of(groups)
+    if laid_out == "documents":
+        use_document_attention(model)
+        use_document_attention(frozen)
+        micro = collate_documents(documents_of(batch, range(8)))
+    else:
+        micro = layout(batch, range(8), laid_out == "shared")
+    bodies = []
+
+    def keep(_module, _inputs, output):
+        if output.requires_grad:
+            output.retain_grad()
+            bodies.append(output)
+
+    model.model.norm.register_forward_hook(keep)
+    settings = LossSettings(use_tis=True, entropy_coef=0.02, kl_coef=0.03, kl_type="k3")
+    compute(model, batch, [micro], settings, "response", None, frozen)
+    (body,) = bodies
+    size = body.grad.flatten(0, 1).abs().amax(-1)
+    active = batch.active[micro.token_index]
+    # the shared last token of a prompt predicts the first token of every sibling
+    predicting = set(micro.predictors[active].tolist())
+    others = [place for place in range(len(size)) if place not in predicting]
+    assert size[sorted(predicting)].min() > 0
+    assert size[others].max() == 0
+    assert len(others) > len(predicting)
