@@ -252,9 +252,8 @@ async def generated(url: str) -> float:
 
 def counted(text: str) -> float:
     """The counter in a Prometheus text, over all its labels; 0 before the first one."""
-    return sum(
-        float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(TOKENS)
-    )
+    lines = (line for line in text.splitlines() if line.startswith(TOKENS))
+    return sum((float(line.rpartition(" ")[2]) for line in lines), 0.0)
 
 
 def _middle(rows: Sequence[dict[str, Any]]) -> float:

@@ -17,8 +17,6 @@ from activities.storage import layout
 from activities.storage.store import Store
 from models.errors import PerdureError
 
-GPU_USAGE = "checkpoints/gpu_usage_node0.jsonl"
-"""Where the samples of ``perdure gpu-usage`` go."""
 FIRST_PUBLICATIONS = 2
 """Of a run: the first ones connect and allocate."""
 
@@ -98,11 +96,14 @@ def engines_empty(store: Store) -> dict[str, float] | None:
     } or None
 
 
-def gpu_idle(store: Store) -> dict[str, float] | None:
-    """GPU -> share of time without a kernel, by NVML's samples; None on a CPU."""
+def gpu_idle(store: Store, samples: Store, file: str) -> dict[str, float] | None:
+    """GPU -> share of time without a kernel, by the samples of ``perdure gpu-usage`` in ``file``.
+
+    Of the updates of ``store`` that count; None without samples, as on a CPU.
+    """
     start, end = window(store)
     busy: dict[str, list[float]] = defaultdict(list)
-    for row in store.read_jsonl(GPU_USAGE).rows:
+    for row in samples.read_jsonl(file).rows:
         for device in row.get("devices", ()):
             if start <= row["time_unix"] <= end and device["utilization.gpu"] is not None:
                 busy[str(device["index"])].append(device["utilization.gpu"] / 100)

@@ -39,7 +39,6 @@ import psutil
 from async_overlap import WARM_UP, read_run
 from live_engine import describe_machine
 from scaling_records import (
-    GPU_USAGE,
     engines_empty,
     gpu_idle,
     num_updates,
@@ -189,28 +188,27 @@ def publication(bench: Bench) -> dict[str, Any]:
 def run_async(bench: Bench) -> dict[str, Any]:
     """30 updates after those that warm up; the run is left alone then."""
     root = bench.root("async")
-    with gpu_samples(bench, root):
+    with gpu_samples(bench, "async"):
         bench.start("async", bench.engines, ENDLESS)
         done = WARM_UP + MEASURED
         bench.wait_for(f"{done} updates", lambda: num_updates(root) > done, root)
-    store = Store(root)
-    row = run_row(bench, store, "async", engines=bench.engines)
-    return {"rows": [row], "publication": [publication_row(store, bench.trainers)]}
+    row = run_row(bench, "async", engines=bench.engines)
+    return {"rows": [row], "publication": [publication_row(Store(root), bench.trainers)]}
 
 
 def run_colocated(bench: Bench) -> dict[str, Any]:
     """The same collections, sampled and trained in turns on all GPUs."""
-    root = bench.root("colocated")
-    with gpu_samples(bench, root):
+    with gpu_samples(bench, "colocated"):
         name = bench.start("colocated", bench.gpus, WARM_UP + COLOCATED_UPDATES)
         bench.perdure("wait", name)
-    return {"rows": [run_row(bench, Store(root), "colocated", engines=bench.gpus)]}
+    return {"rows": [run_row(bench, "colocated", engines=bench.gpus)]}
 
 
-def run_row(bench: Bench, store: Store, kind: str, *, engines: int) -> dict[str, Any]:
+def run_row(bench: Bench, kind: str, *, engines: int) -> dict[str, Any]:
     """Seconds an update, medians by stage, idle shares, what the planner says."""
+    store = Store(bench.root(kind))
     read = read_run(store)
-    cycle, stages = read["seconds_per_update"], stage_medians(store)
+    cycle = read["seconds_per_update"]
     sampling = read["rollout_seconds"] if kind == "colocated" else None
     return {
         "kind": kind,
@@ -220,23 +218,28 @@ def run_row(bench: Bench, store: Store, kind: str, *, engines: int) -> dict[str,
         "response_tokens": read["response_tokens"],
         "updates": read["updates"],
         "seconds_per_update": cycle,
-        "stages": stages,
+        "stages": stage_medians(store),
         "lag": read["lag"],
-        "trainer_idle": 1 - stages["training"] / cycle,
+        "trainer_idle": 1 - read["stage_seconds"]["training"] / cycle,
         "engine_idle": None if sampling is None else 1 - sampling / cycle,
         "engines_empty": engines_empty(store),
-        "gpu_idle": gpu_idle(store),
+        "gpu_idle": gpu_idle(store, Store(bench.work), gpu_usage(kind)),
         "plan": planned(bench.work / f"{kind}.json"),
     }
 
 
+def gpu_usage(kind: str) -> str:
+    """File of samples beside the root, which belongs to the run."""
+    return f"gpu_usage_{kind}.jsonl"
+
+
 @contextmanager
-def gpu_samples(bench: Bench, root: Path) -> Iterator[None]:
+def gpu_samples(bench: Bench, kind: str) -> Iterator[None]:
     """NVML is asked once a second while the block runs."""
     if bench.cpu:
         yield
         return
-    command = [sys.executable, "-m", "workers", "gpu-usage", str(root / GPU_USAGE)]
+    command = [sys.executable, "-m", "workers", "gpu-usage", str(bench.work / gpu_usage(kind))]
     with subprocess.Popen([*command, "--interval", "1"], stdout=subprocess.DEVNULL) as sampler:
         try:
             yield

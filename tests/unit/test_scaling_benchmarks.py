@@ -209,6 +209,23 @@ def test_a_publication_is_timed_to_where_engines_sample_again(
     assert not module.publication_row(store, 4)["confirmed"]
 
 
+def test_gpus_idle_while_updates_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """From the end of the third publication, at 30 s, to that of the fifth, at 50 s."""
+    module = load("scaling_records", monkeypatch)
+    store = Store(tmp_path)
+    for update in range(5):
+        row = {"stage": "publication", "rollout_id": update, "started_unix": 10.0 * update + 9}
+        store.append_jsonl(layout.DRIVER_TIMING, {**row, "seconds": 1.0, "passed": True})
+    for time_unix, first, second in ((29.0, 0, 0), (31.0, 100, 50), (49.0, 60, None), (51.0, 0, 0)):
+        shares = enumerate((first, second))
+        devices = [{"index": index, "utilization.gpu": share} for index, share in shares]
+        store.append_jsonl("gpus.jsonl", {"time_unix": time_unix, "devices": devices})
+    store.append_jsonl("gpus.jsonl", {"time_unix": 40.0, "error": "the driver did not answer"})
+    idle = module.gpu_idle(store, store, "gpus.jsonl")
+    assert idle == pytest.approx({"0": 0.2, "1": 0.5})
+    assert module.gpu_idle(store, store, "none.jsonl") is None
+
+
 @pytest.mark.parametrize("cpu", [False, True])
 def test_every_run_is_valid_and_has_the_same_collections(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cpu: bool
