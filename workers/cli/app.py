@@ -9,6 +9,7 @@ import typer
 from workers.cli import (
     analyze,
     audit,
+    codec_server,
     config,
     control,
     doctor,
@@ -59,7 +60,7 @@ def _register() -> None:
         ),
         ("Run files", (config.validate, config.plan)),
         ("Embedded stack", (stack.up, stack.down)),
-        ("Diagnosis", (gpu_usage.gpu_usage,)),
+        ("Diagnosis", (gpu_usage.gpu_usage, codec_server.codec_server)),
     ):
         for command in commands:
             app.command(rich_help_panel=panel)(command)
