@@ -78,6 +78,7 @@ def arguments() -> argparse.Namespace:
     add_arguments(parser)
     parser.add_argument("--gpus", type=int, required=True, help="of this host")
     parser.add_argument("--engines", type=int, help="default: half as many as GPUs, at least 2")
+    parser.add_argument("--engine", choices=["native", "sglang"], help="default: native on CPU")
     parser.add_argument("--concurrency", type=int, help="of one engine; default: 128, on CPU 16")
     parser.add_argument("--prompt-tokens", type=int, help="default: 128, on CPU 32")
     parser.add_argument("--new-tokens", type=int, help="default: 256, on CPU 32")
@@ -88,6 +89,7 @@ def arguments() -> argparse.Namespace:
     told = parser.parse_args()
     settle(told)
     told.cpu = told.device == "cpu"
+    told.engine = told.engine or ("native" if told.cpu else "sglang")
     told.engines = told.engines or max(2, told.gpus // 2)
     told.concurrency = told.concurrency or (16 if told.cpu else 128)
     told.prompt_tokens = told.prompt_tokens or (32 if told.cpu else 128)
@@ -212,9 +214,10 @@ def spec_for(
     return run_spec(
         told,
         root,
-        engine="native" if told.cpu else "sglang",
+        engine=told.engine,
         context=told.prompt_tokens + told.new_tokens,
         slots=told.concurrency,
+        sglang={"enable_metrics": True} if told.engine == "sglang" else None,
         **sections,
     )
 

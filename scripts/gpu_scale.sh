@@ -19,7 +19,8 @@
 #   OUT=runs/gpu-scale        logs, a JSON file for each part, rows.md, summary.txt
 #   PERDURE_PYTHON=python3    the interpreter; on a bare machine the one that has torch
 #   PERDURE_SITE=~/site       a folder of packages (pip --target) for a machine without an index
-#   PERDURE_SCALE_LIMIT_S=585 for everything; parts that no time is left for are not begun
+#   PERDURE_SCALE_LIMIT_S=585 for everything (with --cpu 1800); parts that no time is left for are
+#                             not begun
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -56,6 +57,9 @@ if [ ${#cpu[@]} -eq 0 ]; then
   [ "$seen" -ge "$gpus" ] || usage "$gpus GPUs are asked for, $seen are there"
 else
   export CUDA_VISIBLE_DEVICES=
+  # A few minutes when the machine does nothing else, and more when it does.
+  for part in "${parts[@]}"; do limit_s[$part]=$((3 * limit_s[$part])); done
+  PERDURE_SCALE_LIMIT_S=${PERDURE_SCALE_LIMIT_S:-1800}
 fi
 [ $# -gt 0 ] || set -- "${parts[@]}"
 
