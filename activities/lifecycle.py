@@ -11,16 +11,19 @@ from temporalio import activity
 
 from activities.multiplier import infra_timeout_multiplier
 from activities.queues import fleet_queue
+from activities.rewinding import plan_rewind, rewind_once, settle_rewinds
 from activities.server import ServerFacts
 from activities.site import Site, store_of
 from activities.storage import layout
 from activities.storage.commit import newest_checkpoint
 from activities.storage.lease import Owner, claim_epoch, current_epoch, read_owner, revoke_epoch
+from activities.storage.rewinds import has_unsettled, read_rewinds
 from activities.storage.settled import is_settled
 from activities.storage.store import Store, free_bytes
 from configs.compare import differences, recorded_identity
 from configs.load import Loaded, document_sha256, resolve_document
 from configs.plan import build_plan, loop_plan
+from models.checkpoint import RewindRequest
 from models.errors import ConfigurationError, StaleFence, StorageFull
 from models.ids import RunRef
 from models.run import ClaimResult, RecordRequest, RevokeRequest, RunProgress, RunRequest, RunState
@@ -87,7 +90,10 @@ def _claim(request: RunRequest, loaded: Loaded, owner: Owner, attributes: bool) 
     again = request.progress is not None and request.progress.run is not None
     holder = read_owner(store)
     if not again and (holder is None or request.take_over or holder.owner.same_run(owner)):
-        _check_identity(store, loaded, owner.workflow_run_id)
+        rewinds = request.rewind is not None or has_unsettled(store)
+        _check_identity(store, loaded, owner.workflow_run_id, rewinds=rewinds)
+        if request.rewind is not None:
+            _require_rewindable(store, request.rewind, owner.workflow_run_id)
     # A run that loses the root later was itself taken over from, and must not take it back.
     epoch = claim_epoch(store, owner, take_over=request.take_over and not again)
     attempt = request.progress.attempt if again and request.progress else 0
@@ -96,8 +102,12 @@ def _claim(request: RunRequest, loaded: Loaded, owner: Owner, attributes: bool) 
     if again and request.progress and request.progress.run:
         run = request.progress.run  # what was recorded stays, whatever version goes on with it
     started_unix = time.time()
+    rewind = request.progress.rewind if again and request.progress else None
     if not again:
         attempt = _register_attempt(store, loaded, owner.workflow_run_id, started_unix)
+        if request.rewind is not None:
+            rewind = rewind_once(store, request.rewind, epoch, owner.workflow_run_id)
+        settle_rewinds(store, loaded.spec.output.hf_dir)
         store.write_json(layout.RESOLVED_CONFIG, loaded.document)
         store.write_json(layout.PLAN_JSON, build_plan(loaded))
     result = ClaimResult(
@@ -107,6 +117,7 @@ def _claim(request: RunRequest, loaded: Loaded, owner: Owner, attributes: bool) 
         fleet_queue=fleet_queue(loaded.spec.launch.fleet),
         attempt=attempt,
         checkpoint=newest_checkpoint(store),
+        rewind=rewind,
         started_unix=started_unix,
         search_attributes=attributes,
     )
@@ -115,6 +126,7 @@ def _claim(request: RunRequest, loaded: Loaded, owner: Owner, attributes: bool) 
             run=run,
             epoch=epoch,
             attempt=attempt,
+            rewind=rewind,
             started_unix=started_unix,
             next_update=0 if result.checkpoint is None else result.checkpoint.update + 1,
         )
@@ -131,8 +143,11 @@ def _require_space(store: Store) -> None:
         )
 
 
-def _check_identity(store: Store, loaded: Loaded, workflow_run_id: str) -> None:
-    """Refuse a root whose run meant something else, is complete, or must not be continued."""
+def _check_identity(store: Store, loaded: Loaded, workflow_run_id: str, *, rewinds: bool) -> None:
+    """Refuse a root whose run meant something else, is complete, or must not be continued.
+
+    ``rewinds``: the run goes back to before its end, so a complete one may go on.
+    """
     if not store.exists(layout.WORKFLOW_JSON):
         return
     if not store.exists(layout.RESOLVED_CONFIG):
@@ -151,7 +166,7 @@ def _check_identity(store: Store, loaded: Loaded, workflow_run_id: str) -> None:
             "output.root for a new run"
         )
     state = store.read_json(layout.WORKFLOW_JSON)
-    if state.get("status") == RunState.COMPLETE.value:
+    if state.get("status") == RunState.COMPLETE.value and not rewinds:
         raise ConfigurationError(
             f"{store.root} holds a complete run, which is never overwritten; choose another name "
             "and output.root"
@@ -162,6 +177,12 @@ def _check_identity(store: Store, loaded: Loaded, workflow_run_id: str) -> None:
             f"{store.root} holds a run in state {state.get('status')} and launch.auto_resume is "
             "false; set it to true to continue, or choose another output.root"
         )
+
+
+def _require_rewindable(store: Store, request: RewindRequest, workflow_run_id: str) -> None:
+    """Refuse an impossible rewind before anything is claimed; one that is recorded is possible."""
+    if all(each.workflow_run_id != workflow_run_id for each in read_rewinds(store)):
+        plan_rewind(store, request, current_epoch(store) + 1, workflow_run_id)
 
 
 def _register_attempt(

@@ -1,32 +1,31 @@
 """The workflow's input, exactly as ``temporal workflow start --input-file`` takes it."""
 
-import shlex
 from typing import Any
 
 from configs.load import Loaded
+from models.checkpoint import RewindRequest
 
 CONTROL_QUEUE = "perdure-control"
 WORKFLOW_TYPE = "Training"
 
 
-def run_request(loaded: Loaded) -> dict[str, Any]:
+def run_request(loaded: Loaded, rewind: RewindRequest | None = None) -> dict[str, Any]:
     """The fields of ``models.run.RunRequest`` that a user decides, as plain JSON."""
-    return {
+    request = {
         "config": loaded.document,
         "config_sha256": loaded.sha256,
         "config_path": loaded.path,
     }
+    return request if rewind is None else {**request, "rewind": rewind.model_dump(mode="json")}
 
 
-def start_command(run_id: str, input_file: str) -> str:
-    """The stock command line that starts the run from a rendered file."""
-    return shlex.join(
-        [
-            *("temporal", "workflow", "start"),
-            *("--type", WORKFLOW_TYPE),
-            *("--task-queue", CONTROL_QUEUE),
-            *("--workflow-id", run_id),
-            *("--id-conflict-policy", "Fail"),
-            *("--input-file", input_file),
-        ]
+def start_words(run_id: str, input_file: str) -> tuple[str, ...]:
+    """What follows ``temporal`` in the stock command that starts a run from a rendered file."""
+    return (
+        *("workflow", "start"),
+        *("--type", WORKFLOW_TYPE),
+        *("--task-queue", CONTROL_QUEUE),
+        *("--workflow-id", run_id),
+        *("--id-conflict-policy", "Fail"),
+        *("--input-file", input_file),
     )

@@ -59,3 +59,27 @@ class CheckpointRef(Carried):
     """Relative to the output root, e.g. ``checkpoints/core/rollout_0000004.e1u4a1``."""
     marker_sha256: str
     seconds: float = 0.0
+
+
+class RewindRequest(Carried):
+    """Go back to the checkpoint after ``updates`` finished updates, whatever was done since."""
+
+    updates: int
+    reason: str = ""
+
+
+class Rewind(Carried):
+    """A rewind that was decided: the content of its record, which undoes what it names."""
+
+    schema_version: int = 1
+    epoch: int
+    """Claimed for it: what older epochs did at update ``updates`` or later does not count."""
+    updates: int
+    """Finished updates that stay; the next one has this index."""
+    undone_updates: int
+    """Finished updates that were set aside."""
+    checkpoint: CheckpointRef
+    reason: str = ""
+    workflow_run_id: str = ""
+    """Temporal's run id of the execution that asked for it; its retries find it by this."""
+    time_unix: float = 0.0

@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import Field
 
 from models.base import Carried, Frozen
-from models.checkpoint import CheckpointRef
+from models.checkpoint import CheckpointRef, Rewind, RewindRequest
 from models.evaluation import EvaluationReport, EvaluationSubmission
 from models.ids import RunRef
 
@@ -76,6 +76,8 @@ class ClaimResult(Carried):
     """0-based start of this run, as in ``attempts.json``."""
     checkpoint: CheckpointRef | None = None
     """The newest committed checkpoint, to resume from."""
+    rewind: Rewind | None = None
+    """What this start was asked to undo first, done."""
     started_unix: float = 0.0
     search_attributes: bool = False
     """Whether the server knows Perdure's search attributes; upserting unknown ones would wedge."""
@@ -104,6 +106,8 @@ class RunProgress(Carried):
     published_version: int = -1
     consumed_through: int = -1
     checkpoint: CheckpointRef | None = None
+    rewind: Rewind | None = None
+    """The rewind that this run began with."""
     evaluation: EvaluationReport | None = None
     last_evaluated_update: int = -1
     """Completed updates at the newest evaluation, finished or handed over."""
@@ -159,6 +163,8 @@ class RunRequest(Carried):
     """Where the run file came from, for messages only."""
     take_over: bool = False
     """Adopt an output root that another Temporal server owned."""
+    rewind: RewindRequest | None = None
+    """Go back to an earlier checkpoint first; what was done since is set aside."""
     progress: RunProgress | None = None
     """Set by continue-as-new only."""
 

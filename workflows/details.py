@@ -1,5 +1,6 @@
 """The run's current state as Markdown, for the Web UI and ``temporal workflow metadata``."""
 
+from models.checkpoint import Rewind
 from models.run import LoopPlan, RunProgress
 from workflows import loop
 
@@ -19,6 +20,8 @@ def render(progress: RunProgress) -> str:
         f"- epoch {progress.epoch}, recoveries {progress.recoveries}, "
         f"updates redone {progress.updates_redone}",
     ]
+    if progress.rewind is not None:
+        lines.append(f"- rewound: {_rewound(progress.rewind)}")
     if progress.run is not None:
         lines.append(f"- output: `{progress.run.root}`")
     if progress.stop is not None:
@@ -58,6 +61,11 @@ def _evaluation(progress: RunProgress) -> str:
     if report is None:
         return "none yet"
     return f"{report.reward_mean:.3f} on {report.prompts} prompts after update {report.update}"
+
+
+def _rewound(rewind: Rewind) -> str:
+    text = f"to {rewind.updates} updates, {rewind.undone_updates} set aside"
+    return f"{text} ({rewind.reason})" if rewind.reason else text
 
 
 def _submission(progress: RunProgress) -> str:

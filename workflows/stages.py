@@ -96,6 +96,7 @@ class RunStages:
             fleet_queue=result.fleet_queue,
             search_attributes=result.search_attributes,
             checkpoint=result.checkpoint,
+            rewind=result.rewind,
             started_unix=self.progress.started_unix or result.started_unix,
         )
         index(self.progress, self._plan)
@@ -113,7 +114,12 @@ class RunStages:
         if first and checkpoint is not None:
             expected = checkpoint.update + 1
         request = PrepareRequest(
-            run=self._run, epoch=self.progress.epoch, checkpoint=checkpoint, next_update=expected
+            run=self._run,
+            epoch=self.progress.epoch,
+            checkpoint=checkpoint,
+            next_update=expected,
+            # What a failed teardown left of the fleet may have trained what is undone now.
+            resume_exactly=first and self.progress.rewind is not None,
         )
         report = await self._calls.run(options.PREPARE, request, self._plan)
         evaluated = self.progress.last_evaluated_update

@@ -26,6 +26,8 @@ Which cursor is asked
         The same two, but never one of the undone line: its draws were taken back, and the same
         indices are handed out again. Until the rebuilt run commits its first collection no file
         tells that it was rewound; the books are then those of the moment before.
+    rewound on request
+        The same two of the line that is left; the record of the rewind tells from when on.
     rebuilt producer (the trainer went on)
         The producer starts from the manifest of the last trained collection and hands out again
         what the dead one had drawn since. A checkpoint of that same update may have seen more
@@ -54,6 +56,7 @@ from activities.analysis.lives import Fate, PromptLife
 from activities.rollout.collection_file import GroupIdentity
 from activities.storage import layout
 from activities.storage.store import Store
+from models.checkpoint import Rewind
 from models.prompt import DataState
 from models.rollout import CollectionManifest
 
@@ -154,7 +157,7 @@ def audit(root: str) -> Audit:
     books.settle(position)
     wrong_ahead = [] if line.checkpoint is None else books.wrong_in(line.checkpoint)
     books.add_history()
-    notes = [*evidence.notes, *_notes_on(line)]
+    notes = [*evidence.notes, *map(_told, evidence.rewinds), *_notes_on(line, evidence.rewinds)]
     if line.checkpoint is not None and wrong_ahead:
         notes.append(
             f"{line.checkpoint.source} does not fit what was consumed: groups {_some(wrong_ahead)}"
@@ -199,8 +202,17 @@ def _drawn(position: Position) -> int:
     return position.state.sample_group_index
 
 
-def _notes_on(line: FinalLine) -> list[str]:
+def _told(rewind: Rewind) -> str:
+    reason = f": {rewind.reason}" if rewind.reason else ""
+    return (
+        f"rewound to {rewind.updates} updates under epoch {rewind.epoch}, {rewind.undone_updates} "
+        f"set aside in {layout.rewound_folder(rewind.epoch)}{reason}"
+    )
+
+
+def _notes_on(line: FinalLine, rewinds: list[Rewind]) -> list[str]:
     notes = []
+    who = "a rewind or rebuild" if rewinds else "a rebuild"
     unrecorded = [each.update for each in line.updates if not each.recorded]
     if unrecorded:
         notes.append(
@@ -212,7 +224,7 @@ def _notes_on(line: FinalLine) -> list[str]:
     if line.lost:
         notes.append(f"policy version fell: updates {_some(list(line.lost))}")
     if line.undone:
-        notes.append(f"{line.undone} finished updates were undone by a rebuild, to be done again")
+        notes.append(f"{line.undone} finished updates were undone by {who}, to be done again")
     saved = -1 if line.checkpoint is None else line.checkpoint.consumed
     last = len(line.updates) - 1
     if last > saved:

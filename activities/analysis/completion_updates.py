@@ -5,11 +5,13 @@ from collections.abc import Iterator
 from activities.analysis.audit import audit
 from activities.analysis.completion import Check, Flaw, Root, file_flaws, numbers
 from activities.storage import layout
+from activities.storage.rewinds import is_settled
 
 _RESUME = (
     "restore it from a copy; a run that is not complete does what is missing when the same "
     "`perdure run` goes on"
 )
+_FINISH = "the next `perdure run` of this run finishes it"
 _COPY = "restore it from a copy; what this update was trained on is not proved without it"
 
 
@@ -22,11 +24,16 @@ def check_updates(root: Root) -> Check:
         evidence += f", policy version {root.line.updates[-1].policy_version}"
     if root.line.redone:
         evidence += f", {root.line.redone} redone after a rebuild"
+    flaws = []
+    for rewind in root.evidence.rewinds:
+        evidence += f", rewound to {rewind.updates} under epoch {rewind.epoch}"
+        if not is_settled(root.store, rewind):
+            record = root.path(layout.rewound_folder(rewind.epoch))
+            flaws.append(Flaw(record, "what the rewind undid is not set aside yet", _FINISH))
     if expected is None:
         problem = "the expected number is unknown: the recorded run file cannot be read"
         remedy = f"restore {root.path(layout.RESOLVED_CONFIG)}"
-        return Check("updates", evidence, (Flaw(where, problem, remedy),))
-    flaws = []
+        return Check("updates", evidence, (*flaws, Flaw(where, problem, remedy)))
     unrecorded = [u for u in found if not root.line.updates[u].recorded and not _lost(root, u)]
     missing = sorted({*range(len(found), expected), *unrecorded})
     if missing:
@@ -42,6 +49,7 @@ def _lost(root: Root, update: int) -> bool:
     own = root.line.updates[update].epoch
     starts: dict[int, int] = {}
     places = [(row.update, row.epoch) for row in root.evidence.rows]
+    places += [(rewind.updates, rewind.epoch) for rewind in root.evidence.rewinds]
     for place, epoch in (*places, *root.evidence.manifests):
         starts[epoch] = min(place, starts.get(epoch, place))
     return own is not None and any(

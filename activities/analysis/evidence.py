@@ -10,10 +10,12 @@ from pydantic import ValidationError
 
 from activities.storage import layout
 from activities.storage.commit import newest_checkpoint, read_cursor, read_marker
+from activities.storage.rewinds import read_rewinds
 from activities.storage.store import Store
 from configs.load import resolve_document
 from configs.run import RunSpec
 from models.base import Carried
+from models.checkpoint import Rewind
 from models.errors import ConfigurationError, PerdureError
 from models.prompt import DataState
 from models.rollout import CollectionManifest
@@ -60,6 +62,8 @@ class Evidence:
     """In the order in which they were appended."""
     manifests: dict[tuple[int, int], CollectionManifest] = field(default_factory=dict)
     """(update, epoch) -> manifest."""
+    rewinds: list[Rewind] = field(default_factory=list)
+    """Oldest first."""
     checkpoint: Position | None = None
     """Of the newest valid checkpoint."""
     steps_per_update: int | None = None
@@ -91,7 +95,7 @@ def read_evidence(store: Store) -> Evidence:
     """
     if not any(store.exists(path) for path in _SIGNS_OF_A_RUN):
         raise ConfigurationError(f"{store.root}: holds no run; name the output.root of one")
-    evidence = Evidence()
+    evidence = Evidence(rewinds=read_rewinds(store))
     evidence.checkpoint = evidence.try_read("the newest checkpoint", partial(_checkpoint, store))
     _read_rows(store, evidence)
     _read_manifests(store, evidence)

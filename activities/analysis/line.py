@@ -4,7 +4,7 @@ Every rebuild takes a new epoch, and the first collection of an epoch is for the
 trainer does next. So an epoch *starts* at the smallest update of its rows and manifests, and all
 that older epochs did at that update or later was undone: (update u, epoch e) *stands* unless a
 higher epoch starts at or before u. That rule needs no order of lines, so a row that a slow worker
-appends late changes nothing.
+appends late changes nothing. A rewind has an epoch of its own that starts where it went back to.
 
 The line has at least as many updates as the newest epoch's start, the last standing row and the
 newest standing checkpoint prove. An update among them without a row was trained by a trainer whose
@@ -61,6 +61,7 @@ class _Epochs:
     def __init__(self, evidence: Evidence) -> None:
         self.starts: dict[int, int] = {}
         places = [(row.update, row.epoch) for row in evidence.rows]
+        places += [(rewind.updates, rewind.epoch) for rewind in evidence.rewinds]
         for update, epoch in (*places, *evidence.manifests):
             self.starts[epoch] = min(update, self.starts.get(epoch, update))
 

@@ -16,6 +16,7 @@ import structlog
 
 from activities.storage import layout
 from activities.storage.lease import require_epoch
+from activities.storage.rewinds import is_undone, read_rewinds
 from activities.storage.store import Store
 from models.checkpoint import CheckpointFile, CheckpointMarker, CheckpointRef, PolicyClock
 from models.errors import ContractViolation, DigestMismatch, PerdureError
@@ -93,7 +94,9 @@ def commit_checkpoint(
         )
         encoded = marker.model_dump_json(indent=2).encode() + b"\n"
         require_epoch(store, token.epoch)
-        store.write_bytes(marker_path, encoded)
+        if not store.create_exclusive(marker_path, encoded):
+            # A call whose answer was lost has committed it meanwhile.
+            encoded = _same_commit(store, marker_path, clock, every_file)
     pointer = {"rollout_id": clock.next_rollout_id - 1, "folder": folder}
     store.write_json(layout.LATEST, pointer)
     return _reference(folder, clock, encoded, time.monotonic() - started)
@@ -123,6 +126,16 @@ def newest_checkpoint(store: Store) -> CheckpointRef | None:
             "afresh with another output.root"
         )
     return None
+
+
+def intact_checkpoints(store: Store) -> dict[int, CheckpointRef]:
+    """Finished updates -> the newest committed checkpoint that holds them, whole by its sizes."""
+    found: dict[int, CheckpointRef] = {}
+    for place in _places(store):
+        marker, encoded = _load_marker(store, place.folder)
+        if marker is not None and _damage(store, place.folder, marker) is None:
+            found.setdefault(place.update + 1, _reference(place.folder, marker.clock, encoded))
+    return found
 
 
 def saved_folders(store: Store) -> list[SavedFolder]:
@@ -216,8 +229,12 @@ def _deleted(store: Store, folder: str) -> bool:
 
 
 def _places(store: Store) -> list[_Place]:
-    """Every checkpoint folder, newest first, marker or not."""
-    return sorted(_named_places(store), reverse=True)
+    """Every checkpoint folder that no rewind undid, newest first, marker or not."""
+    rewinds = read_rewinds(store)
+    places = _named_places(store)
+    return sorted(
+        (each for each in places if not is_undone(rewinds, each.update, each.epoch)), reverse=True
+    )
 
 
 def _named_places(store: Store) -> Iterator[_Place]:

@@ -84,6 +84,13 @@ EVAL_PUBLICATION = "publication.json"
 
 ROLLOUTS = "rollouts"
 
+REWOUND = "rewound"
+"""One folder a rewind, named after its epoch, with what it set aside under its former path."""
+REWIND_JSON = "rewind.json"
+"""Inside such a folder: its exclusive creation is the rewind; the rest only follows from it."""
+REWIND_SETTLED = "settled.json"
+"""Inside such a folder, written last: everything that was undone is set aside."""
+
 LEASE = "lease"
 OWNER_JSON = "lease/owner.json"
 
@@ -148,6 +155,11 @@ def checkpoint_folder(update: int, token: FenceToken) -> str:
     return (
         f"{CHECKPOINT_FOLDERS}/rollout_{update:07d}.e{token.epoch}u{token.update}a{token.attempt}"
     )
+
+
+def rewound_folder(epoch: int) -> str:
+    """Where the rewind under ``epoch`` keeps what it undid."""
+    return f"{REWOUND}/epoch-{epoch:08d}"
 
 
 def epoch_file(epoch: int) -> str:

@@ -29,15 +29,15 @@ class CompletedRun(SyntheticRun):
         ).document
         self.store.write_json(layout.RESOLVED_CONFIG, self.document)
         self._prepare()
-        self._publish(0)
-        self._evaluate(0)
+        self.publish(0)
+        self.evaluate(0)
         for update in range(stop_after):
             self.updates(update, update)
-            self._publish(update + 1)
+            self.publish(update + 1)
             if (update + 1) % 4 == 0:
                 self.checkpoint()
-                self._evaluate(update + 1)
-        self._export()
+                self.evaluate(update + 1)
+        self.export()
         self.write_state("complete", stop_after)
 
     def copied_to(self, folder: Path) -> Self:
@@ -77,17 +77,20 @@ class CompletedRun(SyntheticRun):
         self.store.write_json(f"{layout.PREPARED_MODEL}/workflow-model.json", marker)
         self.store.write_json(layout.PREPARED_REPORT, {"eval_prompts": HELD_OUT})
 
-    def _publish(self, version: int) -> None:
+    def publish(self, version: int) -> None:
+        """Append the row of a publication."""
         self.store.append_jsonl(layout.PUBLICATION, {"version": version, "digest": "d"})
 
-    def _evaluate(self, updates: int) -> None:
+    def evaluate(self, updates: int) -> None:
+        """Write samples and row of an evaluation after ``updates`` updates."""
         draws = self.source_at(self.position()).draw(HELD_OUT)
         groups = [group_of(draw, updates, (1.0,)) for draw in draws]
         write_collection(self.store, layout.eval_parquet(updates, self.epoch), groups)
         row = {"kind": "eval", "update": updates, "eval/step": updates}
         self.store.append_jsonl(layout.METRICS, row)
 
-    def _export(self) -> None:
+    def export(self) -> None:
+        """Write a finished export."""
         for name in (".complete", "config.json"):
             self.store.write_bytes(f"export-hf/{name}", b"")
         self.store.write_bytes("export-hf/model.safetensors", safetensors_file(b"12345678"))

@@ -155,7 +155,7 @@ class FakeFleet:
         store = Store(request.run.root)
         rebuilt: list[str] = []
         trainer = self._trainer
-        keep = trainer is not None and trainer.alive
+        keep = trainer is not None and trainer.alive and not request.resume_exactly
         if not keep or trainer is None:
             if trainer is not None:
                 self.all_applied += trainer.applied

@@ -149,12 +149,16 @@ class SyntheticRun:
 
     def lose_trainer(self) -> None:
         """Rebuild trainer and producer from the newest checkpoint, or the start, in a new epoch."""
+        self.restore_trainer()
+        self.claim()
+
+    def restore_trainer(self) -> None:
+        """Trainer and producer as the newest checkpoint, or the start, has them."""
         newest = newest_checkpoint(self.store)
         self.trained, self.trained_sha256 = -1 if newest is None else newest.update, ""
         self.source = self.source_at(
             DataState() if newest is None else read_cursor(self.store, newest)
         )
-        self.claim()
 
     def lose_producer(self) -> None:
         """Rebuild the producer after what the trainer trained last, in a new epoch."""

@@ -18,6 +18,7 @@ from workers.cli.app import run_command
 from workers.cli.errors import exit_code, report
 from workers.cli.names import run_id_of
 from workers.cli.place import Place, find_place
+from workers.local_stack import StackInfo
 
 ROOT = Path(__file__).parents[2]
 TINY = str(ROOT / "configs" / "recipes" / "tiny.toml")
@@ -194,8 +195,30 @@ def test_the_equivalent_command_is_on_standard_error(capsys: pytest.CaptureFixtu
     captured = capsys.readouterr()
     assert captured.err.startswith(
         "same as: temporal workflow update execute --workflow-id train/tiny --name pause "
-        f"--address {NOBODY}\n"
+        f"--address {NOBODY} --namespace default\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("environment", "stack", "words"),
+    [
+        ({}, False, "--address a:1 --namespace default"),
+        ({"TEMPORAL_NAMESPACE": "rl"}, False, "--address a:1 --namespace rl"),
+        ({"TEMPORAL_PROFILE": "prod"}, False, "--address a:1 --profile prod"),
+        ({"TEMPORAL_NAMESPACE": "rl"}, True, "--address a:1 --namespace default"),
+        ({"TEMPORAL_CONFIG_FILE": TINY}, False, "--address a:1"),
+    ],
+)
+def test_the_equivalent_command_goes_where_the_connection_goes(
+    environment: dict[str, str], stack: bool, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("TEMPORAL_NAMESPACE", "TEMPORAL_CONFIG_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    info = StackInfo(temporal_address="a:1", temporal_ui="", ray_address="", state_dir="")
+    place = Place("a:1", stack=info if stack else None)
+    assert place.stock("workflow", "list") == f"temporal workflow list {words}"
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,9 @@ from configs.load import load_run
 from configs.overrides import apply_overrides
 from configs.plan import build_plan
 from configs.problem import shown
-from configs.render import CONTROL_QUEUE, WORKFLOW_TYPE, run_request, start_command
+from configs.render import CONTROL_QUEUE, WORKFLOW_TYPE, run_request, start_words
 from configs.schema import json_schema
+from models.checkpoint import RewindRequest
 from models.run import RunRequest
 from workflows import options
 
@@ -191,10 +192,11 @@ def test_the_rendered_input_is_the_workflow_input() -> None:
     assert request.config == loaded.document
     assert request.config_sha256 == loaded.sha256
     assert CONTROL_QUEUE == options.CONTROL_QUEUE
-    assert start_command("train/a", "run.json") == (
-        f"temporal workflow start --type {WORKFLOW_TYPE} --task-queue {CONTROL_QUEUE} "
+    assert " ".join(start_words("train/a", "run.json")) == (
+        f"workflow start --type {WORKFLOW_TYPE} --task-queue {CONTROL_QUEUE} "
         "--workflow-id train/a --id-conflict-policy Fail --input-file run.json"
     )
+    assert run_request(loaded, RewindRequest(updates=4))["rewind"] == {"updates": 4, "reason": ""}
 
 
 def _plan(folder: Path, document: dict[str, Any]) -> dict[str, Any]:

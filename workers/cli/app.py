@@ -16,6 +16,7 @@ from workers.cli import (
     evaluation,
     gpu_usage,
     model,
+    rewind,
     run,
     stack,
     status,
@@ -56,7 +57,10 @@ def _register() -> None:
         ("Runs", (run.run, run.start, run.wait, status.status, audit.audit, run_report)),
         (
             "Control",
-            (control.pause, control.resume, control.checkpoint, control.stop, control.cancel),
+            (
+                *(control.pause, control.resume, control.checkpoint, control.stop),
+                *(control.cancel, rewind.rewind),
+            ),
         ),
         ("Run files", (config.validate, config.plan)),
         ("Embedded stack", (stack.up, stack.down)),

@@ -12,6 +12,7 @@ from configs.problem import configuration_error
 from configs.reference import reference
 from configs.render import run_request
 from configs.schema import json_schema
+from models.checkpoint import RewindRequest
 from workers.cli.output import notice, print_json
 from workers.cli.place import is_named
 from workers.sources.inputs import find_engine_problems, find_input_problems
@@ -80,6 +81,15 @@ def reference_page(
 
 
 @group.command("render")
-def render(file: RunFile, override: Overrides = None) -> None:
+def render(
+    file: RunFile,
+    override: Overrides = None,
+    rewind_to: Annotated[
+        int | None,
+        typer.Option(metavar="UPDATES", help="The start goes back to that checkpoint first."),
+    ] = None,
+    reason: Annotated[str, typer.Option(help="Of the rewind; kept with the run.")] = "",
+) -> None:
     """Print the workflow's input for `temporal workflow start --type Training --input-file`."""
-    print_json(run_request(load_run(file, override or ())))
+    rewind = None if rewind_to is None else RewindRequest(updates=rewind_to, reason=reason)
+    print_json(run_request(load_run(file, override or ()), rewind))

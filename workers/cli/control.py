@@ -6,26 +6,38 @@ from typing import Annotated
 
 import typer
 
-from models.run import StopRequest
+from models.run import RunProgress, StopRequest
 from workers.cli.names import run_id_of
 from workers.cli.output import equivalent, notice
-from workers.cli.place import find_place
+from workers.cli.place import Place, find_place
 from workers.cli.run import Address, Run
 
 
 def pause(run_name: Run, address: Address = None) -> None:
-    """Pause after the running update; the fleet stays up."""
-    _update(run_name, address, "pause", "pauses after the running update")
+    """Pause in the update loop, after the running update; the fleet stays up.
+
+    The admission gate stays open: a fully async producer samples on until its queue is full.
+    """
+    run_id, progress = _update(run_name, address, "pause")
+    sampling = "and nothing is sampled meanwhile"
+    if progress.plan is not None and progress.plan.fully_async:
+        sampling = "while the admission gate stays open: sampling goes on until its queue is full"
+    notice(
+        f"{run_id} pauses in the update loop, not at the admission gate: the running update ends, "
+        f"no other starts, {sampling}"
+    )
 
 
 def resume(run_name: Run, address: Address = None) -> None:
     """Go on after a pause."""
-    _update(run_name, address, "resume", "goes on")
+    run_id, _ = _update(run_name, address, "resume")
+    notice(f"{run_id} goes on")
 
 
 def checkpoint(run_name: Run, address: Address = None) -> None:
     """Commit a checkpoint after the running update."""
-    _update(run_name, address, "checkpoint_now", "commits a checkpoint after the running update")
+    run_id, _ = _update(run_name, address, "checkpoint_now")
+    notice(f"{run_id} commits a checkpoint after the running update")
 
 
 def stop(
@@ -38,7 +50,8 @@ def stop(
 ) -> None:
     """Stop after the running update, with a checkpoint; `run` resumes it."""
     request = StopRequest(reason=reason, checkpoint=not no_checkpoint)
-    _update(run_name, address, "stop", "stops after the running update", request)
+    run_id, _ = _update(run_name, address, "stop", request)
+    notice(f"{run_id} stops after the running update")
 
 
 def cancel(run_name: Run, address: Address = None) -> None:
@@ -56,21 +69,23 @@ def cancel(run_name: Run, address: Address = None) -> None:
     notice(f"{run_id} is being canceled")
 
 
+def update_line(place: Place, run_id: str, name: str, request: StopRequest | None = None) -> str:
+    """The stock command line that asks a run for ``name``."""
+    given = [] if request is None else ["--input", jsonlib.dumps(request.model_dump(mode="json"))]
+    words = ("--workflow-id", run_id, "--name", name, *given)
+    return place.stock("workflow", "update", "execute", *words)
+
+
 def _update(
-    run_name: str, address: str | None, name: str, effect: str, request: StopRequest | None = None
-) -> None:
+    run_name: str, address: str | None, name: str, request: StopRequest | None = None
+) -> tuple[str, RunProgress]:
+    """Ask, having said how else; the run's id and its progress."""
     from workers.cli.server import connect_to, request_update
 
     run_id, place = run_id_of(run_name), find_place(address)
-    given = [] if request is None else ["--input", jsonlib.dumps(request.model_dump(mode="json"))]
-    equivalent(
-        place.stock(
-            "workflow", "update", "execute", "--workflow-id", run_id, "--name", name, *given
-        )
-    )
+    equivalent(update_line(place, run_id, name, request))
 
-    async def ask() -> None:
-        await request_update(await connect_to(place), run_id, name, request)
+    async def ask() -> RunProgress:
+        return await request_update(await connect_to(place), run_id, name, request)
 
-    asyncio.run(ask())
-    notice(f"{run_id} {effect}")
+    return run_id, asyncio.run(ask())

@@ -19,9 +19,14 @@ def run_id_of(text: str) -> str:
     """
     if text.startswith(PREFIX):
         return text
-    if text.endswith((".toml", ".json")) or Path(text).is_file():
+    if is_run_file(text):
         return load_run(text).spec.run_id
     return f"{PREFIX}{text}"
+
+
+def is_run_file(text: str) -> bool:
+    """Whether ``text`` names a run file, there or not."""
+    return text.endswith((".toml", ".json")) or Path(text).is_file()
 
 
 def root_of(text: str) -> str:
@@ -30,7 +35,7 @@ def root_of(text: str) -> str:
     Raises:
         ConfigurationError: the run file is missing or wrong.
     """
-    if text.endswith((".toml", ".json")) or Path(text).is_file():
+    if is_run_file(text):
         return load_run(text).spec.output.root
     return text
 

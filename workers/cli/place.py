@@ -8,6 +8,7 @@ import os
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from models.errors import ServiceUnreachable
 from workers.local_stack import StackInfo, StackStatus, ensure_stack, stack_status
@@ -26,9 +27,20 @@ class Place:
     """Set when it is the embedded stack's."""
 
     def stock(self, *arguments: str) -> str:
-        """The equivalent command line of the stock ``temporal`` program."""
+        """The equivalent command line of the stock ``temporal`` program, whatever its shell."""
         address = ["--address", self.address] if self.address else []
-        return shlex.join(["temporal", *arguments, *address])
+        return shlex.join(["temporal", *arguments, *address, *self._namespace()])
+
+    def _namespace(self) -> list[str]:
+        """As the connection has it: see ``workers.connection.connect``."""
+        if self.stack is not None:
+            return ["--namespace", "default"]
+        profile = os.environ.get("TEMPORAL_PROFILE")
+        named = os.environ.get("TEMPORAL_NAMESPACE")
+        words = ["--profile", profile] if profile else []
+        if named or not (profile or _has_profiles()):
+            words += ["--namespace", named or "default"]
+        return words
 
 
 def find_place(address: str | None) -> Place:
@@ -63,6 +75,13 @@ def stack_runs() -> bool:
 def is_named(address: str | None) -> bool:
     """Whether the caller or the environment names a server, so that no stack is needed."""
     return _named(address) is not None
+
+
+def _has_profiles() -> bool:
+    """Whether a configuration file of Temporal's may name a namespace; ``temporal`` reads it."""
+    named = os.environ.get("TEMPORAL_CONFIG_FILE")
+    base = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return Path(named or Path(base) / "temporalio" / "temporal.toml").is_file()
 
 
 def _runs(status: StackStatus) -> bool:

@@ -22,6 +22,7 @@ from temporalio.service import RPCError, RPCStatusCode
 
 from configs.load import Loaded
 from configs.render import WORKFLOW_TYPE, run_request
+from models.checkpoint import RewindRequest
 from models.errors import ConfigurationError, RequestRefused, ServiceUnreachable
 from models.run import RunOutcome, RunProgress, RunRequest, StopRequest
 from workers.cli.place import Place
@@ -122,7 +123,9 @@ async def outcome_of(client: Client, run_id: str) -> RunOutcome | Failure:
     return outcome
 
 
-async def start_run(client: Client, loaded: Loaded, *, take_over: bool) -> str:
+async def start_run(
+    client: Client, loaded: Loaded, *, take_over: bool, rewind: RewindRequest | None = None
+) -> str:
     """Start the workflow; returns Temporal's id of this execution.
 
     Raises:
@@ -130,7 +133,7 @@ async def start_run(client: Client, loaded: Loaded, *, take_over: bool) -> str:
         ServiceUnreachable: the server did not answer in time.
     """
     spec = loaded.spec
-    request = RunRequest(**run_request(loaded), take_over=take_over)
+    request = RunRequest(**run_request(loaded, rewind), take_over=take_over)
     handle = await _answered(
         client.start_workflow(
             WORKFLOW_TYPE,
@@ -153,8 +156,8 @@ async def start_run(client: Client, loaded: Loaded, *, take_over: bool) -> str:
 
 async def request_update(
     client: Client, run_id: str, name: str, argument: StopRequest | None = None
-) -> None:
-    """Ask a running workflow for something and wait until it accepted and did it.
+) -> RunProgress:
+    """Ask a running workflow for something, wait until it accepted and did it, return its progress.
 
     Raises:
         RequestRefused: its validator said no, or it does not run any more.
@@ -162,8 +165,9 @@ async def request_update(
     """
     handle = client.get_workflow_handle(run_id)
     arguments = [] if argument is None else [argument]
+    asked = handle.execute_update(name, args=arguments, result_type=RunProgress)
     try:
-        await asyncio.wait_for(handle.execute_update(name, args=arguments), UPDATE_TIMEOUT_S)
+        progress: RunProgress = await asyncio.wait_for(asked, UPDATE_TIMEOUT_S)
     except WorkflowUpdateFailedError as error:
         cause = error.cause
         raise RequestRefused(f"{run_id}: {getattr(cause, 'message', cause)}") from error
@@ -173,6 +177,7 @@ async def request_update(
         ) from error
     except RPCError as error:
         raise _refused_or_unreachable(run_id, error) from error
+    return progress
 
 
 async def request_cancel(client: Client, run_id: str) -> None:

@@ -1,7 +1,6 @@
 """One ``run``: find the workflow of the run's name, start it unless it is there, follow it."""
 
 import asyncio
-import os
 import shlex
 from collections.abc import Sequence
 
@@ -13,13 +12,12 @@ from configs.compare import differences, recorded_identity
 from configs.load import Loaded, comparable_sha256
 from models.errors import ConfigurationError
 from models.run import RunOutcome, RunProgress, RunState
-from workers import ray_address
 from workers.cli import artifacts, errors
 from workers.cli.display import LiveReporter, PlainReporter, Reporter
 from workers.cli.ending import Ending, read_ending, show_ending
 from workers.cli.export_report import export_report_of
 from workers.cli.follow import follow
-from workers.cli.launches import require_folder, write_receipt
+from workers.cli.launching import launch
 from workers.cli.output import err, notice, out, print_json
 from workers.cli.place import Place
 from workers.cli.server import (
@@ -28,11 +26,7 @@ from workers.cli.server import (
     look,
     outcome_of,
     progress_of,
-    start_run,
 )
-
-EMBEDDED_FLEET = "local"
-"""``launch.fleet`` that the embedded stack's GPU worker serves."""
 
 
 class Session:
@@ -69,18 +63,8 @@ class Session:
 
     async def _start(self, client: Client, *, again: bool) -> None:
         run_id = self._loaded.spec.run_id
-        fleet = self._loaded.spec.launch.fleet
-        ray = os.environ.get(ray_address.VARIABLE)
-        if self._place.stack is None and ray:
-            await ray_address.require_listener(ray)
-        if self._place.stack is not None and fleet != EMBEDDED_FLEET:
-            notice(
-                f"perdure: warning: launch.fleet = {fleet!r}, while the embedded stack serves "
-                f"{EMBEDDED_FLEET!r}; the run waits for: perdure worker gpu --fleet {fleet}"
-            )
-        await asyncio.to_thread(require_folder)
         try:
-            execution = await start_run(client, self._loaded, take_over=self._take_over)
+            receipt = await launch(client, self._place, self._loaded, take_over=self._take_over)
         except WorkflowAlreadyStartedError:
             view = await look(client, run_id)
             if view is not None:
@@ -88,9 +72,6 @@ class Session:
             self._say(f"{run_id} was started by somebody else just now; joining it")
             return
         self._say(f"{run_id} {'starts again and resumes' if again else 'started'}")
-        receipt = await asyncio.to_thread(
-            write_receipt, self._loaded, self._place, client.namespace, execution
-        )
         self._say(f"receipt: {receipt}")
 
     async def _refuse_another(self, client: Client, view: RunView) -> None:

@@ -1,0 +1,246 @@
+"""Rewinding a run's root: refused, decided, cut off by a kill, set aside, trained on."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from activities.analysis.audit import audit
+from activities.analysis.completion_checks import verify
+from activities.rewinding import plan_rewind, rewind_once, settle_rewinds
+from activities.storage import layout
+from activities.storage.commit import intact_checkpoints, newest_checkpoint
+from activities.storage.rewinds import has_unsettled, read_rewinds
+from models.checkpoint import RewindRequest
+from models.errors import ConfigurationError, StaleFence
+from tests.support.completed_run import CompletedRun
+
+TO_FOUR = RewindRequest(updates=4, reason="reward fell")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> CompletedRun:
+    return CompletedRun(str(tmp_path_factory.mktemp("made") / "root"))
+
+
+@pytest.fixture
+def run(finished: CompletedRun, tmp_path: Path) -> CompletedRun:
+    return finished.copied_to(tmp_path / "root")
+
+
+def rewound(run: CompletedRun) -> None:
+    """What ``claim`` does."""
+    run.claim()
+    rewind_once(run.store, TO_FOUR, run.epoch, "again")
+    settle_rewinds(run.store, "export-hf")
+
+
+def content(run: CompletedRun) -> dict[str, bytes]:
+    """Every file below the root."""
+    root = Path(run.store.root)
+    return {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("updates", "reason"),
+    [
+        (5, r"no intact checkpoint after 5 updates; there are checkpoints after 4, 8 updates"),
+        (9, r"cannot go back to 9 updates, only 8 are finished"),
+        (8, r"stands after 8 updates already"),
+        (0, r"no intact checkpoint after 0 updates"),
+    ],
+)
+def test_impossible_rewinds_are_refused_and_change_nothing(
+    run: CompletedRun, updates: int, reason: str
+) -> None:
+    before = content(run)
+    with pytest.raises(ConfigurationError, match=reason):
+        plan_rewind(run.store, RewindRequest(updates=updates), 2, "again")
+    assert content(run) == before
+
+
+def test_a_damaged_checkpoint_is_no_target(run: CompletedRun) -> None:
+    path = f"{run.checkpoint_of(3)}/state.json"
+    run.store.write_bytes(path, b"")
+    with pytest.raises(
+        ConfigurationError, match=r"no intact checkpoint after 4 .* after 8 updates"
+    ):
+        plan_rewind(run.store, TO_FOUR, 2, "again")
+
+
+def test_a_rewind_sets_aside_what_lies_after_it_and_the_books_stay_clean(run: CompletedRun) -> None:
+    before = content(run)
+    rewound(run)
+    after = content(run)
+    aside = f"{layout.rewound_folder(2)}/"
+    # Nothing is deleted: every file is where it was or aside, rows included.
+    for path, data in before.items():
+        kept = after.get(aside + path, after.get(path))
+        if path not in (layout.WORKFLOW_JSON, layout.LATEST):
+            assert kept == data, path
+    moved = {path.removeprefix(aside) for path in after if path.startswith(aside)}
+    assert {f"rollouts/000000{u}.e1.{end}" for u in range(4, 8) for end in ("json", "parquet")} == {
+        path for path in moved if path.startswith("rollouts/0")
+    }
+    assert {path.split("/")[2][:15] for path in moved if path.startswith("checkpoints/core/")} == {
+        "rollout_0000007"
+    }
+    assert "rollouts/eval_0000008.e1.parquet" in moved
+    assert "rollouts/eval_0000004.e1.parquet" in after
+    assert "export-hf/model.safetensors" in moved
+    rows = run.store.read_jsonl(layout.METRICS).rows
+    assert max(row["update"] for row in rows if row["kind"] == "eval") == 4
+    newest = newest_checkpoint(run.store)
+    assert newest is not None
+    assert newest.update == 3
+    assert run.store.read_json(layout.LATEST)["folder"] == newest.folder
+    state = run.store.read_json(layout.WORKFLOW_JSON)
+    assert (state["status"], state["update"], "result" in state) == ("stopped", 4, False)
+    books = audit(run.store.root)
+    assert books.is_clean, books.verdict
+    assert books.updates == 4
+    assert any("rewound to 4 updates under epoch 2, 4 set aside" in note for note in books.notes)
+    assert (
+        books.notes[-1] == "4 finished updates were undone by a rewind or rebuild, to be done again"
+    )
+
+
+def test_a_rewound_run_that_was_trained_to_its_end_is_proved_complete(run: CompletedRun) -> None:
+    rewound(run)
+    run.restore_trainer()
+    for update in range(4, 8):
+        run.updates(update, update)
+        run.publish(update + 1)
+    run.checkpoint()
+    run.evaluate(8)
+    run.export()
+    run.write_state("complete", 8)
+    found = verify(run.store.root)
+    assert [check for check in found.checks if not check.holds] == []
+    (updates,) = [check for check in found.checks if check.name == "updates"]
+    assert updates.evidence.endswith("4 redone after a rebuild, rewound to 4 under epoch 2")
+    books = audit(run.store.root)
+    assert books.is_clean, books.verdict
+    assert (books.updates, books.updates_redone) == (8, 4)
+
+
+class Killed(BaseException):
+    """The process ended there."""
+
+
+def _kill_after(monkeypatch: pytest.MonkeyPatch, run: CompletedRun, calls: int) -> None:
+    """End the process at its ``calls``-th change of the root."""
+    left = [calls]
+
+    def counted(change: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            if not left[0]:
+                raise Killed
+            left[0] -= 1
+            return change(*arguments)
+
+        return call
+
+    for name in ("rename", "write_bytes", "create_exclusive"):
+        monkeypatch.setattr(run.store, name, counted(getattr(run.store, name)))
+
+
+def test_a_kill_at_any_point_leaves_the_old_or_the_new_state(
+    finished: CompletedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = finished.copied_to(tmp_path / "whole")
+    rewound(whole)
+    seen: set[int] = set()
+    for calls in range(200):
+        run = finished.copied_to(tmp_path / f"killed{calls}")
+        run.claim()
+        old_files = content(run)
+        with monkeypatch.context() as patch:
+            _kill_after(patch, run, calls)
+            try:
+                rewind_once(run.store, TO_FOUR, run.epoch, "again")
+                settle_rewinds(run.store, "export-hf")
+                done = True
+            except Killed:
+                done = False
+        books = audit(run.store.root)
+        assert books.is_clean, (calls, books.verdict)
+        newest = newest_checkpoint(run.store)
+        assert newest is not None
+        assert newest.update + 1 == books.updates == max(intact_checkpoints(run.store))
+        seen.add(books.updates)
+        if not read_rewinds(run.store):
+            assert books.updates == 8
+            assert content(run) == old_files
+        elif not done:
+            assert has_unsettled(run.store)
+            checks = verify(run.store.root).checks
+            (updates,) = [check for check in checks if check.name == "updates"]
+            assert any("not set aside yet" in flaw.problem for flaw in updates.flaws)
+            # The same workflow's retry, or any later claim, finishes it.
+            run.claim()
+            rewind_once(run.store, TO_FOUR, run.epoch, "again")
+            settle_rewinds(run.store, "export-hf")
+        if read_rewinds(run.store):
+            assert [each.epoch for each in read_rewinds(run.store)] == [2]
+            assert _lasting(run) == _lasting(whole), calls
+        shutil.rmtree(run.store.root)
+        if done:
+            break
+    assert done
+    assert seen == {4, 8}
+
+
+def _lasting(run: CompletedRun) -> dict[str, Any]:
+    """Every file but those of leases and those that hold a time."""
+    timed = (layout.REWIND_JSON, layout.REWIND_SETTLED)
+    root = run.store.root.encode()
+    return {
+        path: data.replace(root, b"ROOT")
+        for path, data in content(run).items()
+        if not path.startswith(layout.LEASE) and not path.endswith(timed)
+    }
+
+
+def test_a_claimer_that_was_overtaken_rewinds_nothing(run: CompletedRun) -> None:
+    run.claim()
+    late = run.epoch
+    run.claim()
+    with pytest.raises(StaleFence):
+        rewind_once(run.store, TO_FOUR, late, "late")
+    assert read_rewinds(run.store) == []
+
+
+def test_what_an_older_epoch_commits_late_does_not_count(run: CompletedRun) -> None:
+    folder = run.checkpoint_of(7)
+    saved = shutil.copytree(Path(run.store.root) / folder, Path(run.store.root) / "late")
+    rewound(run)
+    saved.rename(Path(run.store.root) / folder)
+    newest = newest_checkpoint(run.store)
+    assert newest is not None
+    assert newest.update == 3
+    assert audit(run.store.root).updates == 4
+
+
+def test_a_torn_row_is_kept_and_rows_of_no_update_stay(run: CompletedRun) -> None:
+    rel = layout.DRIVER_TIMING
+    path = Path(run.store.root) / rel
+    rows = [{"rollout_id": None, "stage": "placement"}, {"rollout_id": 3}, {"rollout_id": 4}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"rollout_id": 5, "st')
+    whole = path.read_text()
+    rewound(run)
+    assert path.read_text() == "".join(json.dumps(row) + "\n" for row in rows[:2]) + (
+        '{"rollout_id": 5, "st'
+    )
+    assert (Path(run.store.root) / layout.rewound_folder(2) / rel).read_text() == whole
+
+
+def test_the_module_moves_nothing_that_it_does_not_name(run: CompletedRun) -> None:
+    run.store.write_bytes("checkpoints/core/mine/notes.txt", b"kept")
+    run.store.write_bytes("evaluation/notes.json", b"{}")
+    rewound(run)
+    assert run.store.exists("checkpoints/core/mine/notes.txt")
+    assert run.store.exists("evaluation/notes.json")
