@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import PurePosixPath
 
 from configs.async_checks import async_problems
+from configs.credentials import credentials_in
 from configs.data import DataSection, TaskSpec
 from configs.evaluation import EvaluationSection
 from configs.held_out import has_held_out
@@ -42,6 +43,7 @@ def find_problems(spec: RunSpec) -> list[Problem]:
         *_engines(spec),
         *sglang_problems(spec),
         *_evaluation(spec),
+        *_credentials(spec),
     ]
     if not spec.samples_per_collection % _batch(spec):
         problems += [
@@ -111,6 +113,15 @@ def _task(key: str, task: TaskSpec) -> Iterator[Problem]:
         )
     if not task.train_count and not task.eval_count:
         yield Problem(key, "draws no prompts", remedy="set train_count or eval_count")
+
+
+def _credentials(spec: RunSpec) -> Iterator[Problem]:
+    for key in credentials_in(spec.model_dump(mode="json", by_alias=True)):
+        yield Problem(
+            key,
+            "holds what looks like a credential, and a run file is stored and shown",
+            remedy="give it to the workers in their environment instead",
+        )
 
 
 def _output(spec: RunSpec) -> Iterator[Problem]:

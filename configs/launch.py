@@ -5,6 +5,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
+from configs.credentials import names_credential
 from configs.section import Section
 
 _RESERVED = frozenset(
@@ -18,14 +19,6 @@ _RESERVED = frozenset(
         "MASTER_ADDR",
         "MASTER_PORT",
     )
-)
-CREDENTIAL_SUFFIXES = (
-    "_TOKEN",
-    "_API_KEY",
-    "_PASSWORD",
-    "_SECRET",
-    "_PRIVATE_KEY",
-    "_ACCESS_KEY",
 )
 
 
@@ -53,7 +46,7 @@ class LaunchSection(Section):
         for name in env:
             if name in _RESERVED or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
                 raise ValueError(f"environment name {name!r} is reserved or not an identifier")
-            if name.endswith(CREDENTIAL_SUFFIXES):
+            if names_credential(name):
                 raise ValueError(
                     f"{name!r} looks like a credential; set it in the worker's environment instead"
                 )

@@ -6,6 +6,7 @@ import tomllib
 from collections.abc import Iterable
 from typing import Any
 
+from configs.credentials import HIDDEN, names_credential, without_credentials
 from models.errors import ConfigurationError
 
 _PART = re.compile(r"[a-z][a-z0-9_]*")
@@ -37,7 +38,7 @@ def apply_overrides(document: dict[str, Any], overrides: Iterable[str]) -> dict[
             inner = table.setdefault(part, {})
             if not isinstance(inner, dict):
                 raise ConfigurationError(
-                    f"--set {text}: {'.'.join(path[:depth])} is not a table; "
+                    f"--set {_shown(text)}: {'.'.join(path[:depth])} is not a table; "
                     "lists and values are replaced whole"
                 )
             table = inner
@@ -53,14 +54,22 @@ def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
     """
     key, separator, literal = text.partition("=")
     if not separator:
-        raise ConfigurationError(f"--set {text}: write table.key=VALUE")
+        raise ConfigurationError(f"--set {_shown(text)}: write table.key=VALUE")
     path = tuple(key.strip().split("."))
     if not _is_valid_path(path):
         raise ConfigurationError(
-            f"--set {text}: {key.strip()!r} is not a key; keys are lower-case words joined by "
-            "dots (launch.env.NAME may end in capitals)"
+            f"--set {_shown(text)}: {key.strip()!r} is not a key; keys are lower-case words joined "
+            "by dots (launch.env.NAME may end in capitals)"
         )
     return path, _parse_value(text, key.strip(), literal.strip())
+
+
+def _shown(text: str) -> str:
+    """An override in a message: without what looks like, or is called like, a credential."""
+    key, separator, value = text.partition("=")
+    if names_credential(key.strip().rpartition(".")[2]):
+        return f"{key}{separator}{HIDDEN}"
+    return f"{key}{separator}{without_credentials(value)}"
 
 
 def _is_valid_path(path: tuple[str, ...]) -> bool:
@@ -75,12 +84,14 @@ def _parse_value(text: str, key: str, literal: str) -> Any:
     except tomllib.TOMLDecodeError:
         parsed = {}
     if set(parsed) != {"value"}:
+        told = _shown(text)
+        value = told.partition("=")[2].strip()
         meant = _MEANT.get(literal.lower())
         if meant is not None:
-            raise ConfigurationError(f"--set {text}: {literal!r} is not a TOML value; {meant}")
-        text_value = literal.replace('"', "").replace("'", "")
+            raise ConfigurationError(f"--set {told}: {value!r} is not a TOML value; {meant}")
+        text_value = value.replace('"', "").replace("'", "")
         raise ConfigurationError(
-            f"--set {text}: {literal!r} is not a TOML value; quote text as in "
+            f"--set {told}: {value!r} is not a TOML value; quote text as in "
             f"--set '{key}=\"{text_value}\"', leave numbers, true and false bare"
         )
     return parsed["value"]

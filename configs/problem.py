@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from configs.credentials import names_credential, without_credentials
 from models.errors import ConfigurationError
 
 _ABSENT = object()
@@ -25,10 +26,18 @@ class Problem:
 
     def __str__(self) -> str:
         subject = self.key
-        if subject and self.value is not _ABSENT and not self.key.startswith(_SECRET_TABLES):
+        if subject and self.value is not _ABSENT and not self._is_hidden():
             subject = f"{subject} = {shown(self.value)}"
         text = f"{subject}: {self.reason}" if subject else self.reason
-        return f"{text}; {self.remedy}" if self.remedy else text
+        text = f"{text}; {self.remedy}" if self.remedy else text
+        # Names of keys stand before values here, such as experts_per_token.
+        return without_credentials(text, assigned=False)
+
+    def _is_hidden(self) -> bool:
+        """Whether the value is not to be shown, whatever it looks like. Numbers are no secrets."""
+        if self.key.startswith(_SECRET_TABLES):
+            return True
+        return isinstance(self.value, str) and names_credential(self.key.rpartition(".")[2])
 
 
 def shown(value: Any) -> str:

@@ -9,30 +9,10 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from configs.launch import CREDENTIAL_SUFFIXES
+from configs.credentials import HIDDEN, names_credential, without_credentials
 
-HIDDEN = "[redacted]"
 _LEAST_KNOWN_CHARS = 6
 """Of a known value: a shorter one (``1``, ``true``) would be found everywhere."""
-
-_NAMES = frozenset(("authorization", "password", "passwd", "secret", "token", "credentials"))
-_SUFFIXES = tuple(suffix.lower() for suffix in CREDENTIAL_SUFFIXES)
-_SHAPES = re.compile(
-    r"""
-      (?P<before>
-          ://(?=[^\s/@:]*:[^\s/@]*@)                                   # user and password of a URL
-        | [?&][\w.-]{0,40}(?:token|secret|signature|password|credential|api_?key)[\w.-]{0,40}=
-        | \b(?:bearer|basic)\s+(?=[\w.~+/=-]{12})
-        | \b[a-z][a-z0-9_]*_(?:token|api_key|password|secret|private_key|access_key)
-          ["']?\s*[=:]\s*["']?
-      )
-      (?:(?<=://)[^\s/@]+ | [^\s&"'<>]+)
-    | \b(?:hf_|sk-|gh[oprsu]_|github_pat_|glpat-|xox[abprs]-|(?-i:AKIA|ASIA|AIza))[A-Za-z0-9_-]{12,}
-    | \beyJ[\w-]{8,4000}\.[\w-]{8,4000}\.[\w-]+                         # a JSON web token
-    | -----BEGIN[A-Z ]*PRIVATE[ ]KEY-----.*?(?:-----END[A-Z ]*-----|\Z)
-    """,
-    re.VERBOSE | re.IGNORECASE | re.DOTALL,
-)
 
 
 class Redactor:
@@ -46,7 +26,7 @@ class Redactor:
         """``value`` with credentials replaced by a mark."""
         if self._known is not None:
             value = self._known.sub(HIDDEN, value)
-        return _SHAPES.sub(lambda found: f"{found['before'] or ''}{HIDDEN}", value)
+        return without_credentials(value)
 
     def document(self, value: Any, path: str = "") -> Any:
         """A JSON document, its keys kept. ``launch.env`` shows names only."""
@@ -67,10 +47,9 @@ def redactor_of(config: Any) -> Redactor:
     launch = config.get("launch") if isinstance(config, dict) else None
     env = launch.get("env") if isinstance(launch, dict) else None
     own = env.values() if isinstance(env, dict) else ()
-    process = (value for name, value in os.environ.items() if name.endswith(CREDENTIAL_SUFFIXES))
+    process = (value for name, value in os.environ.items() if names_credential(name))
     return Redactor([*(value for value in own if isinstance(value, str)), *process])
 
 
 def _is_secret(path: str) -> bool:
-    name = path.rpartition(".")[2].lower()
-    return "launch.env." in f"{path}." or name in _NAMES or f"_{name}".endswith(_SUFFIXES)
+    return "launch.env." in f"{path}." or names_credential(path.rpartition(".")[2])
