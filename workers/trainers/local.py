@@ -264,6 +264,7 @@ class LocalTrainer:
     ) -> dict[str, float]:
         """Take the optimizer steps of one update."""
         works = [self._work(tokens.batch, plan) for plan in steps]
+        counted = [self._count(tokens.batch, work, i) for i, work in enumerate(works)]
         scores = UpdateScores(
             self._judge,
             tokens,
@@ -275,7 +276,7 @@ class LocalTrainer:
         if scores.scores:
             record_replay(self._judge, Phase.SCORING, self.next_update)
         metrics: dict[str, float] = {}
-        for index, work in enumerate(works):
+        for index, (work, counts) in enumerate(zip(works, counted, strict=True)):
             self._progress = StageProgress(
                 stage=f"optimize {self.next_update}", done=index, total=len(works)
             )
@@ -283,7 +284,6 @@ class LocalTrainer:
             with agreed(self.ranks):
                 rest = len(works) - 1 - index
                 tokens.batch.versions.lag(self.policy_version, self.spec.max_policy_lag - rest)
-            counts = self._count(tokens.batch, work)
             policy = self._backward(work, tokens, counts, tally)
             if index == 0:
                 metrics |= scores.compare()
@@ -321,11 +321,11 @@ class LocalTrainer:
         micros = self._layout.micro_batches(batch, own, self.ranks)
         return StepWork(own.members, own.active, micros)
 
-    def _count(self, batch: TrainingBatch, work: StepWork) -> Normalization:
-        """What the step is divided by, over all ranks."""
+    def _count(self, batch: TrainingBatch, work: StepWork, index: int) -> Normalization:
+        """What step ``index`` of the update is divided by, over all ranks."""
         counts = Normalization.of(batch, work.members, work.scored, work.model_tokens, self.ranks)
         with agreed(self.ranks):
-            counts.check(self.spec.samples_per_step, self.policy_version + 1)
+            counts.check(self.spec.samples_per_step, self.policy_version + 1 + index)
         return counts
 
     def _backward(

@@ -12,7 +12,7 @@ from activities.storage import layout
 from activities.storage.store import Store
 from models.errors import ContractViolation, NonFiniteLoss, PerdureError
 from models.metrics import refuse_undeclared
-from workers.trainers.batch import StepPlan, TrainingBatch
+from workers.trainers.batch import StepPlan, TrainingBatch, plan_steps, update_seed
 from workers.trainers.contract_file import ContractFile
 from workers.trainers.local import LocalTrainer
 from workers.trainers.normalization import Normalization
@@ -224,6 +224,24 @@ def test_no_active_token_in_a_step_is_refused(make_spec, make_groups, model_dir)
         match=r"^rank 0: optimizer step 1: no active token: loss_mask .* 8 samples",
     ):
         trainer.optimize(0, "a", groups)
+
+
+def test_no_active_token_in_a_later_step_is_refused_before_the_first(
+    make_spec, make_groups, model_dir
+):
+    spec = make_spec(training={"global_batch_size": 4})
+    trainer = LocalTrainer(spec, model_dir)
+    before = weights(trainer)
+    groups = make_groups()
+    seed = update_seed(spec.data.seed, 0)
+    _, later = plan_steps(TrainingBatch.of(groups), 2, seed, keep_tied=False)
+    for member in later.members:
+        sample = all_samples(groups)[member]
+        sample.loss_mask = [0] * len(sample.response_token_ids)
+    with pytest.raises(ContractViolation, match=r"^rank 0: optimizer step 2: no active token"):
+        trainer.optimize(0, "a", groups)
+    assert same(before, trainer)
+    assert trainer.policy_version == 0
 
 
 def test_a_score_that_is_no_number_names_sample_and_token(make_spec, make_groups, model_dir):
