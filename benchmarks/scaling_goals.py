@@ -74,7 +74,8 @@ def goals(results: Results) -> Iterator[Goal]:
     cpu = any(result.get("cpu") for result in results.values())
     yield from _trainer_goals(_rows(results, "trainer"), judged=not cpu)
     yield _engine_goal(_rows(results, "engines"), judged=not cpu)
-    yield from _publication_goals(publications(results), judged=not cpu)
+    whole = "async" in results
+    yield from _publication_goals(publications(results), whole=whole, judged=not cpu)
     yield from _kill_goals(results.get("kill"))
 
 
@@ -117,7 +118,7 @@ def _engine_goal(rows: Sequence[Row], *, judged: bool) -> Goal:
     return Goal(name, wanted, told, value >= ENGINES if judged else None)
 
 
-def _publication_goals(rows: Sequence[Row], *, judged: bool) -> Iterator[Goal]:
+def _publication_goals(rows: Sequence[Row], *, whole: bool, judged: bool) -> Iterator[Goal]:
     name, wanted = "publication to most engines over that to one", f"<= {PUBLICATION}"
     proof = "version and digest of every engine in every publication", "the trainer's"
     if not rows:
@@ -125,7 +126,7 @@ def _publication_goals(rows: Sequence[Row], *, judged: bool) -> Iterator[Goal]:
         yield _missing(*proof)
         return
     first, last = rows[0], rows[-1]
-    if first["engines"] != 1:
+    if first["engines"] != 1 or not whole:
         yield _missing(name, wanted)
     elif last["engines"] == 1:
         yield Goal(name, wanted, "one engine only", None)
@@ -177,10 +178,18 @@ def markdown(results: Results) -> Iterator[str]:
         PUBLICATION_HEAD,
         map(_publication_cells, publications(results)),
     )
+    runs = [*_rows(results, "async"), *_rows(results, "colocated")]
     yield from _table(
         RUN_HEAD,
-        map(_run_cells, [*_rows(results, "async"), *_rows(results, "colocated")]),
+        map(_run_cells, runs),
     )
+    if len(runs) == 2:
+        first = min(runs, key=lambda row: row["seconds_per_update"])
+        yield (
+            f"Faster: {first['kind']}. `perdure plan` takes either and prefers none: "
+            "`placement.mode` and `async.fully_async` of the run file decide."
+        )
+        yield ""
     kill = results.get("kill", {"rows": []})
     yield from _table(
         KILL_HEAD,
@@ -210,7 +219,7 @@ def _trainer_cells(row: Row) -> list[str]:
         f"{row['tokens_per_s']:,.0f}",
         _number(row["mfu"], ".3f"),
         _number(row.get("efficiency"), ".3f"),
-        f"{row['peak_gib']:.1f}",
+        _number(row["peak_gib"] or None, ".1f"),
         _number(row.get("loss_gap"), ".1e"),
         _number(row.get("loss_moved"), ".1e"),
         _number(row.get("norm_gap"), ".1e"),
@@ -260,8 +269,17 @@ def _run_cells(row: Row) -> list[str]:
         f"{row['trainer_idle']:.2f}",
         _shares(engines),
         _shares((row["gpu_idle"] or {}).values()),
-        row["plan"]["gpus"] or "no GPUs",
+        _planned(row["plan"]),
     ]
+
+
+def _planned(plan: Mapping[str, Any]) -> str:
+    """Where ``perdure plan`` puts the run, and what a GPU holds while it trains."""
+    if plan["gpus"] is None:
+        return "no GPUs"
+    memory = plan["gpu_memory"]
+    held = f", {memory['training_bytes'] / 2**30:.0f} GiB training" if memory else ""
+    return f"{plan['gpus']}{held}"
 
 
 def _kill_cells(row: Row) -> list[str]:

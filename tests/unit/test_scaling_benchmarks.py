@@ -111,7 +111,7 @@ def test_what_misses_its_goal_does_not_hold(
 
 @pytest.mark.parametrize(
     ("part", "places"),
-    [("trainer", [0, 1]), ("engines", [2]), ("publication", [3]), ("async", []), ("kill", [5, 6])],
+    [("trainer", [0, 1]), ("engines", [2]), ("publication", [3]), ("async", [3]), ("kill", [5, 6])],
 )
 def test_a_part_that_left_nothing_does_not_hold(
     monkeypatch: pytest.MonkeyPatch, part: str, places: list[int]
