@@ -60,6 +60,7 @@ def read_timings(facts: RunFacts, warmup: int) -> Timings:
         if not row.get("passed"):
             facts.refuse(f"{what} failed")
     last = _last_rows(facts, rows)
+    _add_unpublished(facts, last)
     measured = range(warmup, facts.num_updates)
     for update in measured:
         for stage in UPDATE_STAGES:
@@ -91,6 +92,17 @@ def _last_rows(
             facts.refuse(f"{place[0]} of update {place[1]} was done more than once")
         last[place] = row
     return last
+
+
+def _add_unpublished(facts: RunFacts, last: dict[tuple[str, int], Mapping[str, Any]]) -> None:
+    """A publication of no time for updates that took no step: every group tied."""
+    before: int | None = 0
+    for place in facts.line.updates:
+        after, trained = place.policy_version, last.get(("training", place.update))
+        if trained is not None and after is not None and after == before:
+            end = float(trained["started_unix"]) + float(trained["seconds"])
+            last.setdefault(("publication", place.update), {"started_unix": end, "seconds": 0.0})
+        before = after
 
 
 def _stages(

@@ -50,6 +50,19 @@ def test_discarded_tokens_are_a_share_of_all_that_left_the_queue(run: MeasuredRu
     assert report["discarded_token_fraction"] == pytest.approx(100 / 400)
 
 
+def test_an_update_without_a_step_published_nothing(run: MeasuredRun) -> None:
+    """Every group of the second of four updates tied: its version is the one before it."""
+    run.timings = [
+        row for row in run.timings if (row["stage"], row["rollout_id"]) != ("publication", 1)
+    ]
+    for line in run.lines[1:]:
+        line["policy_version"] -= 1
+    run.contract[0] = [step_event(1, 0, 0), step_event(2, 2, 0), step_event(3, 3, 0)]
+    report = analyze(run.write(), warmup=1)
+    assert report["warm_cycle_seconds"] == 8
+    assert [row["publication_seconds"] for row in report["per_update"]] == [0, 1, 1]
+
+
 def test_components_are_those_of_the_first_rank(tmp_path: Path) -> None:
     run = MeasuredRun(tmp_path, trainer_ranks=2)
     run.contract[0][3] = step_event(4, 3, 0, seconds=2.0)
