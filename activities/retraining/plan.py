@@ -33,6 +33,9 @@ from models.run import RunRequest, RunState
 
 PREFIX = "retrain/"
 _MAX_NAME = 120
+_FIRED_AT = re.compile(r"T(\d\d):(\d\d):(\d\d)Z$")
+"""How Temporal ends the workflow ids of a schedule's firings."""
+_COMPACT = re.compile(r"T\d{6}Z$")
 _DATA = "train.jsonl"
 
 _log = structlog.get_logger(__name__)
@@ -81,10 +84,12 @@ def plan_firing(firing: FiringRequest, check_rows: CheckRows) -> Firing:
 
 
 def firing_name(workflow_id: str) -> str:
-    """A run's name that this workflow id alone leads to."""
+    """A run's name that this workflow id alone leads to: of a schedule's firing, without colons."""
     text = workflow_id.removeprefix(PREFIX)
-    name = re.sub(r"[^A-Za-z0-9._-]", "-", text.replace(":", "")).lstrip("._-")
-    if name == text.replace(":", "") and len(name) <= _MAX_NAME:
+    plain = _FIRED_AT.sub(r"T\1\2\3Z", text)
+    is_plain = plain != text or not _COMPACT.search(text)
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", plain).lstrip("._-")
+    if name == plain and is_plain and len(name) <= _MAX_NAME:
         return name
     mark = hashlib.sha256(workflow_id.encode()).hexdigest()[:8]
     return f"{name[: _MAX_NAME - 9] or 'firing'}-{mark}"

@@ -18,6 +18,7 @@ from workers.cli import (
     model,
     rewind,
     run,
+    schedule,
     stack,
     status,
 )
@@ -69,6 +70,7 @@ def _register() -> None:
         for command in commands:
             app.command(rich_help_panel=panel)(command)
     app.add_typer(evaluation.group, name="evaluation", rich_help_panel="Runs")
+    app.add_typer(schedule.group, name="schedule", rich_help_panel="Runs")
     app.add_typer(config.group, name="config", rich_help_panel="Run files")
     app.add_typer(model.group, name="model", rich_help_panel="Run files")
     app.add_typer(doctor.group, name="doctor", rich_help_panel="Diagnosis")
