@@ -14,6 +14,11 @@ NAMES = ("PERDURE_INFRA_TIMEOUT_MULTIPLIER", "MILES_INFRA_TIMEOUT_MULTIPLIER")
 """Either name; both with different values are refused."""
 
 
+def scaled(seconds: float) -> float:
+    """A deadline of infrastructure, made longer by the multiplier; see below for what it raises."""
+    return seconds * infra_timeout_multiplier()
+
+
 def infra_timeout_multiplier(environment: Mapping[str, str] | None = None) -> float:
     """The factor, 1.0 when unset. ``ConfigurationError`` unless it is finite and at least 1."""
     variables = os.environ if environment is None else environment

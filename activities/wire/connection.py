@@ -5,10 +5,16 @@ from typing import Any
 
 import httpx
 
+from activities.multiplier import scaled
+from activities.slow_waits import http_operation, told_while_slow
 from activities.wire.faults import LOGGED_BODY_CHARS
 from activities.wire.lanes import LaneTransport
 from activities.wire.token import bearer, engine_token
 from models.errors import ContractViolation, ServiceUnreachable
+
+
+class OwnLimit(float):
+    """Seconds that a call takes by itself when its caller names none: the multiplier applies."""
 
 
 class EngineConnection:
@@ -58,9 +64,12 @@ class EngineConnection:
             ServiceUnreachable: no answer within ``timeout_s`` seconds.
             ContractViolation: the engine refused.
         """
+        if isinstance(timeout_s, OwnLimit):
+            timeout_s = scaled(timeout_s)
         try:
-            async with asyncio.timeout(timeout_s):
-                response = await self._http.request(method, path, json=body)
+            with told_while_slow(http_operation(method, self.url, path), timeout_s):
+                async with asyncio.timeout(timeout_s):
+                    response = await self._http.request(method, path, json=body)
         except (TimeoutError, httpx.TransportError) as error:
             reason = str(error) or type(error).__name__
             raise ServiceUnreachable(
@@ -75,8 +84,9 @@ class EngineConnection:
     async def _answers(self, path: str, timeout_s: float) -> bool:
         """Whether ``GET path`` is answered 200 in time."""
         try:
-            async with asyncio.timeout(timeout_s):
-                answer = await self._http.get(path)
+            with told_while_slow(http_operation("GET", self.url, path), timeout_s):
+                async with asyncio.timeout(timeout_s):
+                    answer = await self._http.get(path)
         except (TimeoutError, httpx.TransportError):
             return False
         return answer.status_code == 200

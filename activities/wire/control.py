@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from activities.wire.connection import EngineConnection
+from activities.wire.connection import EngineConnection, OwnLimit
 from activities.wire.contract import (
     ABORT_REQUEST,
     CHECKSUM_ACTIONS,
@@ -43,8 +43,10 @@ from activities.wire.router_contract import ROUTER_RELEASE, ReleaseOrder
 from models.errors import ContractViolation
 from models.publication import ChecksumKind, TensorMeta
 
-CONTROL_TIMEOUT_S = 60.0
+CONTROL_TIMEOUT_S = OwnLimit(60.0)
 """For calls that an engine answers once its current batch has ended."""
+QUICK_TIMEOUT_S = OwnLimit(10.0)
+CHECKSUM_TIMEOUT_S = OwnLimit(120.0)
 
 
 class EngineControls(EngineConnection):
@@ -76,13 +78,13 @@ class EngineControls(EngineConnection):
         """Whether the engine's scheduler answers, also while paused; not while it loads weights."""
         return await self._answers(SERVER_INFO, timeout_s)
 
-    async def model_info(self, *, timeout_s: float = 10.0) -> dict[str, Any]:
+    async def model_info(self, *, timeout_s: float = QUICK_TIMEOUT_S) -> dict[str, Any]:
         """``model_path``, ``weight_version`` and whatever else the engine tells of its model."""
         info = await self._control("GET", MODEL_INFO, timeout_s)
         self._memory = memory_state(str(info.get("weight_version", "")))
         return info
 
-    async def server_info(self, *, timeout_s: float = 10.0) -> dict[str, Any]:
+    async def server_info(self, *, timeout_s: float = QUICK_TIMEOUT_S) -> dict[str, Any]:
         """The arguments that the server was started with, and what it measured at its start."""
         return await self._control("GET", SERVER_INFO, timeout_s)
 
@@ -103,7 +105,7 @@ class EngineControls(EngineConnection):
         path = f"{FLUSH_CACHE}?timeout={timeout_s:g}"
         await self._call("POST", path, timeout_s, {})
 
-    async def abort(self, rid: str, *, timeout_s: float = 10.0) -> None:
+    async def abort(self, rid: str, *, timeout_s: float = QUICK_TIMEOUT_S) -> None:
         """End one request; its tokens so far are answered to whoever waits for it."""
         if RID_PATTERN.fullmatch(rid) is None:
             raise ContractViolation(
@@ -112,11 +114,13 @@ class EngineControls(EngineConnection):
             )
         await self._call("POST", ABORT_REQUEST, timeout_s, {"rid": rid})
 
-    async def abort_all(self, *, timeout_s: float = 10.0) -> None:
+    async def abort_all(self, *, timeout_s: float = QUICK_TIMEOUT_S) -> None:
         """End every request of the engine."""
         await self._call("POST", ABORT_REQUEST, timeout_s, {"abort_all": True})
 
-    async def release_groups(self, groups: tuple[str, ...], *, timeout_s: float = 10.0) -> None:
+    async def release_groups(
+        self, groups: tuple[str, ...], *, timeout_s: float = QUICK_TIMEOUT_S
+    ) -> None:
         """Tell a router that these groups ended early: it reserves nothing for them any more."""
         body = ReleaseOrder(groups=groups).model_dump()
         await self._call("POST", ROUTER_RELEASE, timeout_s, body)
@@ -202,13 +206,13 @@ class EngineControls(EngineConnection):
         )
         await self._update(UPDATE_WEIGHTS_FROM_DISTRIBUTED, body, timeout_s)
 
-    async def set_weight_version(self, version: int, *, timeout_s: float = 10.0) -> None:
+    async def set_weight_version(self, version: int, *, timeout_s: float = QUICK_TIMEOUT_S) -> None:
         """Name the weights that the engine holds; moves nothing. Needs all of its memory."""
         self._guard.require_memory("update_weight_version", await self._state(), all_of_it=True)
         await self._set_version(str(version), timeout_s)
 
     async def checksums(
-        self, kind: ChecksumKind = "xxh3_64", *, timeout_s: float = 120.0
+        self, kind: ChecksumKind = "xxh3_64", *, timeout_s: float = CHECKSUM_TIMEOUT_S
     ) -> dict[str, str]:
         """Name -> 16 hex digits of every live tensor's bytes, all ranks merged."""
         action = {"action": CHECKSUM_ACTIONS[kind]}

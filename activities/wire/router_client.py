@@ -7,6 +7,7 @@ import httpx
 from pydantic import ValidationError
 
 from activities.multiplier import infra_timeout_multiplier
+from activities.slow_waits import http_operation, told_while_slow
 from activities.wire.faults import LOGGED_BODY_CHARS
 from activities.wire.lanes import LaneTransport
 from activities.wire.router_contract import (
@@ -87,8 +88,9 @@ class RouterClient:
                 "headers": {"content-type": "application/json"},
             }
         try:
-            async with asyncio.timeout(timeout_s):
-                answer = await self._http.request(method, path, **sent)
+            with told_while_slow(http_operation(method, self.url, path), timeout_s):
+                async with asyncio.timeout(timeout_s):
+                    answer = await self._http.request(method, path, **sent)
         except (TimeoutError, httpx.TransportError) as error:
             reason = str(error) or type(error).__name__
             raise ServiceUnreachable(

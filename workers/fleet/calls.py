@@ -5,6 +5,7 @@ from typing import Any
 
 import structlog
 
+from activities.slow_waits import told_while_slow
 from models.errors import ActorLost, ServiceUnreachable
 from workers.fleet.cluster import RayCluster
 
@@ -127,8 +128,11 @@ async def settle(
     )
 
     try:
-        async with asyncio.timeout(timeout_s):
-            return await ref
+        if timeout_s is None:
+            return await ref  # the work itself, which has a watch of its own
+        with told_while_slow(f"{who}: {what}", timeout_s):
+            async with asyncio.timeout(timeout_s):
+                return await ref
     except asyncio.CancelledError:
         if cancel:
             ray.cancel(ref)
