@@ -38,7 +38,9 @@ def main() -> None:
     told = parse_arguments()
     torch.set_num_threads(told.threads)
     dtype = getattr(torch, told.dtype)
-    peer = transformers.AutoModelForCausalLM.from_pretrained(told.model, dtype=dtype).eval()
+    peer = transformers.AutoModelForCausalLM.from_pretrained(
+        told.model, dtype=dtype, use_safetensors=True
+    ).eval()
     prompts = torch.randint(
         10,
         peer.config.vocab_size,

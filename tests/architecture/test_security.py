@@ -80,6 +80,11 @@ def faults(call: ast.Call) -> Iterator[str]:
         yield "weights_only is not True"
     if keyword(call, "trust_remote_code") not in (None, False):
         yield "trust_remote_code"
+    if name == "from_pretrained" and owner == "?" and keyword(call, "use_safetensors") is not True:
+        function = call.func
+        assert isinstance(function, ast.Attribute)
+        if "Model" in ast.unparse(function.value):
+            yield "a model is read without use_safetensors=True"
     if keyword(call, "shell") not in (None, False):
         yield "shell"
 
@@ -155,6 +160,7 @@ def test_no_address_means_every_interface() -> None:
         "numpy.load(path, allow_pickle=True)",
         "subprocess.run(line, shell=True)",
         "AutoModel.from_pretrained(path, trust_remote_code=True)",
+        "transformers.AutoModelForCausalLM.from_pretrained(path)",
         "archive.extractall(folder)",
         "shutil.unpack_archive(path)",
     ],

@@ -113,6 +113,7 @@ def load_model(
         model_dir,
         dtype=dtype,
         attn_implementation=attention,
+        use_safetensors=True,
         local_files_only=True,
         **chosen,
     )
