@@ -2,6 +2,7 @@
 
 import multiprocessing
 import multiprocessing.connection
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ class RankPool:
         context = multiprocessing.get_context("spawn")
         self._ends: list[multiprocessing.connection.Connection] = []
         self._processes = []
+        self._asked = 0
         for rank in range(world):
             ours, theirs = context.Pipe()
             process = context.Process(
@@ -39,8 +41,9 @@ class RankPool:
 
         An error of Perdure is returned, not raised. ``own``: a last argument of each rank's own.
         """
+        self._asked += 1
         for rank, end in enumerate(self._ends):
-            end.send((function, (*args, own[rank]) if own else args))
+            end.send((self._asked, function, (*args, own[rank]) if own else args))
         return [self._answer(end) for end in self._ends]
 
     def close(self) -> None:
@@ -50,8 +53,11 @@ class RankPool:
             process.join(DEADLINE_S)
 
     def _answer(self, end: multiprocessing.connection.Connection) -> Any:
-        assert end.poll(DEADLINE_S), "a rank does not answer"
-        kind, value = end.recv()
+        deadline = time.monotonic() + DEADLINE_S
+        number = None
+        while number != self._asked:  # of an earlier test, which did not wait for it any longer
+            assert end.poll(max(0.0, deadline - time.monotonic())), "a rank does not answer"
+            number, kind, value = end.recv()
         if kind == "broken":
             raise RankError(value)
         return value
@@ -66,12 +72,12 @@ def _serve(end: multiprocessing.connection.Connection, meeting: str, rank: int, 
     ranks = join_ranks(Path(meeting), rank, world, COLLECTIVE_TIMEOUT_S)
     while True:
         try:
-            function, args = end.recv()
+            number, function, args = end.recv()
         except EOFError:
             return
         try:
-            end.send(("done", function(ranks, *args)))
+            end.send((number, "done", function(ranks, *args)))
         except PerdureError as error:
-            end.send(("done", error))
+            end.send((number, "done", error))
         except Exception:
-            end.send(("broken", traceback.format_exc()))
+            end.send((number, "broken", traceback.format_exc()))
