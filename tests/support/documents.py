@@ -52,13 +52,14 @@ def commands() -> dict[str, list[str]]:
 
 
 def mentioned() -> dict[str, list[str]]:
-    """Every ``perdure ...`` in running text -> where."""
+    """Every other ``perdure ...`` in running text -> where."""
     found: dict[str, list[str]] = {}
+    told = commands()
     for document in documents():
         for line in lines(document):
             if line.language is None:
                 for code in CODE.findall(line.text):
-                    if code.startswith("perdure "):
+                    if code.startswith("perdure ") and code not in told:
                         found.setdefault(code, []).append(line.place)
     return found
 
