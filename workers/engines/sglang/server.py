@@ -49,9 +49,10 @@ def key_arguments() -> list[str]:
 def with_key(server_args: Any) -> Any:
     """``server_args`` with keys that are not written into logs."""
     for name in ("api_key", "admin_api_key"):
-        if getattr(server_args, name):
+        key = getattr(server_args, name, None)
+        if key:
             # Assigning to arguments that are resolved is refused, also where nothing changes.
-            object.__setattr__(server_args, name, HiddenKey(getattr(server_args, name)))
+            object.__setattr__(server_args, name, HiddenKey(key))
     return server_args
 
 
