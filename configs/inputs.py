@@ -11,6 +11,8 @@ from configs.paths import is_url
 from configs.problem import Problem
 from configs.run import RunSpec
 
+_OBJECT_STORES = ("s3", "gs")
+
 
 def find_missing_inputs(spec: RunSpec) -> list[Problem]:
     """Data files that are absent or empty, a root that cannot be written."""
@@ -34,12 +36,13 @@ def _prompts(spec: RunSpec) -> Iterator[Problem]:
 def _root(spec: RunSpec) -> Iterator[Problem]:
     root = spec.output.root
     if is_url(root):
-        yield Problem(
-            "output.root",
-            "engines and trainer read the prepared model as a local file",
-            root,
-            "use a local folder; what a run leaves there can be copied",
-        )
+        if root.partition("://")[0] not in _OBJECT_STORES:
+            yield Problem(
+                "output.root",
+                "a run needs a store that creates an object only where none is",
+                root,
+                f"use a local folder, or one of {', '.join(f'{x}://' for x in _OBJECT_STORES)}",
+            )
         return
     existing = next(path for path in (Path(root), *Path(root).parents) if path.exists())
     if not existing.is_dir():

@@ -16,6 +16,7 @@ from activities.heartbeat import beating
 from activities.site import Site, store_of
 from activities.storage import layout
 from activities.storage.lease import require_epoch
+from activities.storage.local_copy import put_folder
 from activities.storage.store import Store
 from activities.timing import timed
 from models.background import EvaluationReceipt, SnapshotRef, SnapshotRequest
@@ -129,11 +130,14 @@ def _take(store: Store, update: int, weights: WeightsRef, token: FenceToken) -> 
         digest=weights.digest,
         num_bytes=weights.num_bytes,
     )
-    staged = _stage(store, reference, weights)
-    require_epoch(store, token.epoch)
-    if store.exists(target):
-        store.rename(target, f"{target}.incomplete-{secrets.token_hex(4)}")
-    store.rename(staged, target)
+    if store.is_local:
+        staged = _stage(store, reference, weights)
+        require_epoch(store, token.epoch)
+        if store.exists(target):
+            store.rename(target, f"{target}.incomplete-{secrets.token_hex(4)}")
+        store.rename(staged, target)
+    else:
+        _upload(store, reference, weights)
     removed = prune_snapshots(store)
     _log.info("snapshot stored", folder=target, bytes=weights.num_bytes, removed=removed)
     return reference
@@ -163,18 +167,32 @@ def _stage(store: Store, reference: SnapshotRef, weights: WeightsRef) -> str:
     for name in store.list(parent, hidden=True):
         if name.startswith(_STAGING):
             store.remove_tree(f"{parent}/{name}")
-    source = Path(weights.path)
-    if not source.is_dir():
-        raise ConfigurationError(
-            f"the trainer's weights in {source} cannot be read by this worker; start the GPU "
-            "worker on the trainer's host"
-        )
+    source = _readable(weights)
     staged = f"{parent}/{_STAGING}{secrets.token_hex(4)}"
     for path in sorted(source.iterdir()):
         store.put_file(path, f"{staged}/{path.name}")
     store.write_json(f"{staged}/{layout.SNAPSHOT_FACTS}", reference.model_dump(mode="json"))
     store.write_bytes(f"{staged}/{layout.SNAPSHOT_COMPLETE}", b"")
     return staged
+
+
+def _upload(store: Store, reference: SnapshotRef, weights: WeightsRef) -> None:
+    """An object store cannot rename: its marker is written last."""
+    store.remove_tree(reference.folder)
+    put_folder(store, _readable(weights), reference.folder)
+    facts = reference.model_dump(mode="json")
+    store.write_json(f"{reference.folder}/{layout.SNAPSHOT_FACTS}", facts)
+    store.write_bytes(f"{reference.folder}/{layout.SNAPSHOT_COMPLETE}", b"")
+
+
+def _readable(weights: WeightsRef) -> Path:
+    source = Path(weights.path)
+    if not source.is_dir():
+        raise ConfigurationError(
+            f"the trainer's weights in {source} cannot be read by this worker; start the GPU "
+            "worker on the trainer's host"
+        )
+    return source
 
 
 def _facts(store: Store, rel: str) -> SnapshotRef:

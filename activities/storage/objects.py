@@ -67,11 +67,16 @@ class ObjectStore:
         """Many small objects, asked for together, in the order of ``paths``."""
         if not paths:
             return []
-        found = self._ask(paths[0], lambda: self._fs.cat(list(paths), on_error="raise"))
-        if isinstance(found, bytes):
-            return [found]
-        by_key = {key.lstrip("/"): data for key, data in found.items()}
-        return [by_key[path.lstrip("/")] for path in paths]
+
+        def read() -> list[bytes]:
+            # unlike cat, it does not ask first whether each of them is there
+            found = self._fs.cat_ranges(list(paths), None, None)
+            for each in found:
+                if isinstance(each, BaseException):
+                    raise each
+            return list(found)
+
+        return list(self._ask(paths[0], read))
 
     def chunks(self, path: str, num_bytes: int) -> Iterator[bytes]:
         """An object in pieces of ``num_bytes``."""

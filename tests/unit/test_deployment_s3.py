@@ -5,12 +5,16 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
-from activities.storage import lease
+from activities.storage import lease, objects
 from activities.storage.lease import Owner, claim_epoch, current_epoch
+from activities.storage.objects import ObjectStore
 from activities.storage.store import Store, free_bytes
+from models.errors import ConfigurationError, ServiceUnreachable
+from workers.local_stack.ports import free_port
 
-pytest.importorskip("s3fs", reason="the extra s3 is not installed")
+s3fs = pytest.importorskip("s3fs", reason="the extra s3 is not installed")
 server = pytest.importorskip("moto.server", reason="moto[server] is not installed")
 
 BUCKET = "perdure"
@@ -64,6 +68,54 @@ def test_rows_are_objects_in_order(store: Store) -> None:
         store.append_jsonl("rows.jsonl", {"number": number})
     assert store.read_jsonl("rows.jsonl") == ([{"number": n} for n in range(5)], 0)
     assert store.last_jsonl("rows.jsonl") == {"number": 4}
+
+
+def test_rows_of_a_later_process_come_later_whatever_its_clock_says(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.append_jsonl("rows.jsonl", {"life": 1}, {"life": 1, "second": True})
+    monkeypatch.setattr("activities.storage.store._NEWEST", {})  # another process
+    monkeypatch.setattr("time.time_ns", lambda: 5)  # of a host whose clock is behind
+    store.append_jsonl("rows.jsonl", {"life": 2})
+    store.append_jsonl("rows.jsonl", {"life": 3})
+    assert [row["life"] for row in store.read_jsonl("rows.jsonl").rows] == [1, 1, 2, 3]
+    assert store.last_jsonl("rows.jsonl") == {"life": 3}
+
+
+def test_a_missing_bucket_and_a_silent_server_are_told_apart(
+    bucket: str,
+) -> None:
+    with pytest.raises(ConfigurationError, match="there is no bucket 'nowhere'"):
+        Store("s3://nowhere/run").write_bytes("a", b"1")
+    with pytest.raises(ConfigurationError, match="there is no bucket 'nowhere'"):
+        Store("s3://nowhere/run").create_exclusive("a", b"1")
+    url = f"http://127.0.0.1:{free_port()}"
+    silent = s3fs.S3FileSystem(endpoint_url=url, skip_instance_cache=True)
+    silent.retries = 1
+    with pytest.raises(ServiceUnreachable, match="does not answer"):
+        ObjectStore(silent).read("bucket/a")
+
+
+class Unconditional(MemoryFileSystem):
+    """A store that takes no notice of conditions."""
+
+    cachable = False
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "create", **_: object) -> None:
+        super().pipe_file(path, value, mode="overwrite")
+
+
+def test_a_store_that_ignores_conditions_owns_no_root() -> None:
+    name = f"careless-{uuid.uuid4().hex}"
+    with pytest.raises(ConfigurationError, match="ignores If-None-Match"):
+        ObjectStore(Unconditional()).create(f"{name}/lease/epoch", b"1")
+
+
+def test_a_bucket_is_proved_once(store: Store) -> None:
+    assert store.create_exclusive("a", b"1")
+    assert BUCKET in objects._PROVED
+    assert not store.create_exclusive("a", b"2")
+    assert store.read_bytes("a") == b"1"
 
 
 def test_a_folder_moves_and_goes(store: Store) -> None:

@@ -37,10 +37,11 @@ def test_a_hub_id_is_not_fetched_and_good_data_is_silent(tmp_path: Path) -> None
     assert not (tmp_path / "root").exists()
 
 
-def test_a_root_that_no_engine_can_read_is_refused_before_a_start(tmp_path: Path) -> None:
-    assert problems(tmp_path, output={"root": "s3://bucket/run"}) == [
-        'output.root = "s3://bucket/run": engines and trainer read the prepared model as a local '
-        "file; use a local folder; what a run leaves there can be copied"
+def test_a_root_that_cannot_be_owned_is_refused_before_a_start(tmp_path: Path) -> None:
+    assert problems(tmp_path, output={"root": "s3://bucket/run"}) == []
+    assert problems(tmp_path, output={"root": "memory://bucket/run"}) == [
+        'output.root = "memory://bucket/run": a run needs a store that creates an object only '
+        "where none is; use a local folder, or one of s3://, gs://"
     ]
 
 

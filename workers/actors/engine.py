@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from activities.site import store_of
 from activities.storage import layout
+from activities.storage.local_copy import local_folder
 from configs.run import RunSpec
 from workers.actors.order import ActorOrder, engine_threads, num_cores
 from workers.actors.server import ServerActor, module_command
@@ -20,6 +21,10 @@ class EngineActor(ServerActor):
     def command(self) -> ServerCommand:
         """See ``server_command``."""
         return server_command(self._order, self._spec)
+
+    def fetch(self) -> None:
+        """The prepared model."""
+        local_folder(store_of(self._order.run), layout.PREPARED_MODEL)
 
 
 def server_command(
@@ -36,7 +41,7 @@ def server_command(
     Raises:
         ConfigurationError: SGLang would serve the model wrongly.
     """
-    folder = model or store_of(order.run).local_path(layout.PREPARED_MODEL)
+    folder = model or local_folder(store_of(order.run), layout.PREPARED_MODEL)
     # An evaluation needs no routes.
     with_routes = spec.training.use_rollout_routing_replay and model is None
     build = _sglang if spec.inference.engine == "sglang" else _native

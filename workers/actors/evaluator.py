@@ -15,6 +15,7 @@ from activities.rollout.collection_file import write_collection
 from activities.rollout.held_out import evaluation_report
 from activities.site import store_of
 from activities.storage import layout
+from activities.storage.local_copy import local_folder
 from activities.verifiers.registry import build_verifiers
 from activities.wire import health
 from activities.wire.client import EngineClient
@@ -57,8 +58,12 @@ class EvaluatorActor(ServerActor):
     def command(self) -> ServerCommand:
         """An engine that serves the snapshot under its policy version from the start."""
         snapshot = self._job.snapshot
-        folder = self._store.local_path(snapshot.folder)
+        folder = local_folder(self._store, snapshot.folder)
         return server_command(self._order, engine_spec(self._spec), folder, snapshot.policy_version)
+
+    def fetch(self) -> None:
+        """The snapshot."""
+        local_folder(self._store, self._job.snapshot.folder)
 
     async def evaluate(self) -> EvaluationReport:
         """See ``EvaluatorPort.evaluate``; ends by itself at the order's deadline."""
@@ -133,7 +138,7 @@ class EvaluatorActor(ServerActor):
             self._spec,
             load_prompts(self._store, "eval"),
             build_verifiers(),
-            decoder(self._store.local_path(layout.PREPARED_MODEL)),
+            decoder(local_folder(self._store, layout.PREPARED_MODEL)),
             prepared.eos_token_ids,
             prepared.vocab_size,
         )

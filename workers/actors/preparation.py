@@ -5,6 +5,7 @@ Making a model needs torch and may need gigabytes; neither must stay behind in a
 
 from activities.site import spec_of, store_of
 from activities.storage import layout
+from activities.storage.local_copy import has_folder
 from activities.storage.store import Store
 from configs.run import RunSpec
 from models.base import Carried
@@ -27,11 +28,14 @@ class PreparedRun(Carried):
 def find_prepared(store: Store, spec_sha256: str) -> PreparedRun | None:
     """The report of a preparation for exactly this run file; None when it must be made.
 
-    Also None when a file of the model was lost or has another size: whoever prepares says so.
+    Also None when a file of the model was lost or has another size: whoever prepares says so. On
+    an object store who downloads one finds that out.
     """
     if not all(store.exists(path) for path in (layout.PREPARED_REPORT, layout.MANIFEST_JSON)):
         return None
-    if not is_as_made(store.local_path(layout.PREPARED_MODEL)):
+    if not has_folder(store, layout.PREPARED_MODEL):
+        return None
+    if store.is_local and not is_as_made(store.local_path(layout.PREPARED_MODEL)):
         return None
     report = PreparedRun.model_validate(store.read_json(layout.PREPARED_REPORT))
     return report if report.spec_sha256 == spec_sha256 else None

@@ -7,6 +7,7 @@ from pathlib import Path
 from activities.rollout.producer import RolloutProducer
 from activities.site import spec_of, store_of
 from activities.storage import layout
+from activities.storage.local_copy import local_folder
 from activities.verifiers.registry import build_verifiers
 from configs.run import RunSpec
 from models.errors import ProducerLost
@@ -105,7 +106,7 @@ def _build(
         train=load_prompts(store, "train"),
         held_out=load_prompts(store, "eval"),
         verifiers=build_verifiers(),
-        decode=decoder(store.local_path(layout.PREPARED_MODEL)),
+        decode=decoder(local_folder(store, layout.PREPARED_MODEL)),
         state=state,
         eos_token_ids=prepared.eos_token_ids,
         vocab_size=prepared.vocab_size,

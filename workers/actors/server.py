@@ -30,6 +30,10 @@ class ServerActor(ABC):
     def command(self) -> ServerCommand:
         """What to run."""
 
+    def fetch(self) -> None:
+        """Bring what the server reads to this host. Blocks; by default there is nothing."""
+        return
+
     async def start(self) -> ActorFacts:
         """Start the server and return when it serves. A repeated call joins the first.
 
@@ -38,10 +42,14 @@ class ServerActor(ABC):
             EngineLost: it ended or was not ready in time; the message holds its last log lines.
         """
         if self._starting is None:
-            timeout_s = self._spec.inference.start_timeout_s * self._order.timeout_factor
-            self._starting = asyncio.create_task(ServerProcess.start(self.command(), timeout_s))
+            self._starting = asyncio.create_task(self._begin())
         self._server = await asyncio.shield(self._starting)
         return await self.facts()
+
+    async def _begin(self) -> ServerProcess:
+        timeout_s = self._spec.inference.start_timeout_s * self._order.timeout_factor
+        await asyncio.to_thread(self.fetch)
+        return await ServerProcess.start(self.command(), timeout_s)
 
     async def wait_exit(self) -> ServerExit:
         """Return when the server has ended."""

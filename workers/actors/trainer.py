@@ -11,15 +11,16 @@ import os
 import secrets
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ray
 import structlog
 
 from activities.site import spec_of, store_of
 from activities.storage import layout
+from activities.storage.local_copy import local_folder
 from models.checkpoint import CheckpointFile, PolicyClock
-from models.errors import ContractViolation, StaleFence, TrainerLost
+from models.errors import ContractViolation, PerdureError, StaleFence, TrainerLost
 from models.evaluation import ExportReport
 from models.ids import FenceToken
 from models.ports import EngineHandle, StageProgress
@@ -36,6 +37,7 @@ from workers.actors.order import (
     trainer_threads,
 )
 from workers.actors.server import LOGS
+from workers.compiler_cache.transfer import compiler_cache
 
 if TYPE_CHECKING:
     from activities.storage.store import Store
@@ -63,6 +65,7 @@ class TrainerActor:
         self._gang: Gang | None = None
         self._started: tuple[int, str | None, PolicyClock | None] | None = None
         self._broken = False
+        self._cache = compiler_cache("trainer", os.environ)
 
     @ray.method(concurrency_group="work")
     def start(self, epoch: int, folder: str | None, clock: PolicyClock | None) -> ActorFacts:
@@ -73,6 +76,8 @@ class TrainerActor:
         """
         asked = (epoch, folder, clock)
         if self._started is None:
+            if self._cache is not None:
+                self._report_cache(self._cache.restore())
             self._set_up(*asked)
             self._started = asked
         elif asked != self._started:
@@ -91,6 +96,8 @@ class TrainerActor:
         try:
             report = self._ready().optimize(token, update, collection)
             settled = True
+            if self._cache is not None:
+                self._cache.publish_soon(self._report_cache)
             return report
         except (StaleFence, ContractViolation):
             settled = True
@@ -211,7 +218,7 @@ class TrainerActor:
         from workers.trainers.ranks import concluded
 
         with concluded(ranks):
-            model_dir = store.local_path(layout.PREPARED_MODEL)
+            model_dir = local_folder(store, layout.PREPARED_MODEL)
             trainer = LocalTrainer(self._spec, model_dir, ContractFile(store), ranks)
         return trainer, GuardedTrainer(trainer, store, self._gang)
 
@@ -235,6 +242,13 @@ class TrainerActor:
         # enter() has set this process's environment: the other ranks compute in the same
         self._gang = Gang.start(order, inherited({}), logs, _end_with_rank)
         return join_ranks(Path(order.rendezvous), 0, order.world, order.timeout_s)
+
+    def _report_cache(self, row: dict[str, Any]) -> None:
+        """Best effort, as the cache itself."""
+        try:
+            store_of(self._order.run).append_jsonl(layout.COMPILER_CACHE, row)
+        except (OSError, PerdureError) as error:
+            _log.warning("compiler cache not reported", reason=str(error))
 
     def _ready(self) -> "GuardedTrainer":
         if self._guarded is None:

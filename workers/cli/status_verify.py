@@ -11,6 +11,7 @@ from rich.text import Text
 from activities.analysis.completion import Check, Flaw
 from activities.analysis.completion_checks import verify
 from activities.storage import layout
+from activities.storage.local_copy import local_folder
 from activities.storage.store import Store
 from activities.wire.digest import weights_digest
 from configs.load import Loaded
@@ -135,7 +136,7 @@ def _reload(root: str, folder: str) -> str:
     from workers.trainers.weights import named_weights
 
     store = Store(root)
-    path = store.local_path(folder)
+    path = local_folder(store, folder)
     model = load_model(path)
     held: set[str] = set()
     for file in sorted(path.glob("*.safetensors")):

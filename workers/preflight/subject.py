@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from activities.storage import layout
+from activities.storage.local_copy import has_folder, local_folder
 from activities.storage.store import Store
 from configs.load import load_run, resolve_document
 from models.errors import ConfigurationError
@@ -35,8 +36,8 @@ def subject_of(target: Path, overrides: Iterable[str], *, has_gpu: bool) -> Iter
             return
         spec = load_run(target, overrides).spec
         store = Store(spec.output.root)
-        if store.is_local and store.local_path(layout.PREPARED_MODEL).is_dir():
-            yield Subject(spec, store.local_path(layout.PREPARED_MODEL))
+        if has_folder(store, layout.PREPARED_MODEL):
+            yield Subject(spec, local_folder(store, layout.PREPARED_MODEL))
             return
         from workers.sources.model import prepare_model
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+from activities.storage.store import Store
 from configs.inputs import find_missing_inputs
 from configs.paths import is_url
 from configs.problem import Problem
@@ -23,6 +24,7 @@ def find_input_problems(spec: RunSpec) -> list[Problem]:
     return [
         *_refusals(partial(_check_model, spec)),
         *find_missing_inputs(spec),
+        *_refusals(partial(Store, spec.output.root)),
         *_data(spec),
         *_server_arguments(spec),
     ]

@@ -1,5 +1,6 @@
 """``prepared/hf``: the model folder of a run, made once, recognized by its identity marker.
 
+On an object store it is made on this host, copied there, and found in the host's cache ever after.
 The marker ``workflow-model.json`` holds the identity of the source and the inventory of the folder.
 A folder whose marker matches is used again; one without a marker is never adopted.
 """
@@ -15,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from activities.storage import layout
 from activities.storage.atomic import storage_errors
+from activities.storage.local_copy import has_folder, local_folder, put_folder, transfer_folder
 from activities.storage.settled import is_settled
 from activities.storage.store import Store
 from configs.run import RunSpec
@@ -52,23 +54,41 @@ def prepare_model(spec: RunSpec, store: Store) -> PreparedModel:
             model has fewer positions than ``core.max_context_length``.
         StorageFull: no space for the folder.
     """
-    target = store.local_path(layout.PREPARED_MODEL)
     origin = origin_of(spec)
     if isinstance(origin, FolderOrigin):
-        if target.resolve().is_relative_to(origin.path):
+        if store.is_local and _target(store).resolve().is_relative_to(origin.path):
             raise ConfigurationError(f"output.root must not lie inside model.source {origin.path}")
         require_usable(spec, origin.path)
     identity = json.loads(json.dumps(origin.identity()))
-    if not is_settled(store) and _is_of_another_source(target, identity):
-        # Left by a start that ended before anything was sampled from it.
+    if _may_be_made_anew(store) and _is_of_another_source(
+        local_folder(store, layout.PREPARED_MODEL), identity
+    ):
         store.remove_tree(layout.PREPARED_MODEL)
-    if target.exists():
-        _require_same(target, identity)
+    if has_folder(store, layout.PREPARED_MODEL):
+        _require_same(local_folder(store, layout.PREPARED_MODEL), identity)
     else:
-        _build(origin, identity, target)
-    model = describe_model(target)
+        _make(store, origin, identity)
+    model = describe_model(local_folder(store, layout.PREPARED_MODEL))
     _require_positions(spec.core.max_context_length, model)
     return model
+
+
+def _may_be_made_anew(store: Store) -> bool:
+    """Whether it was left by a start that ended before anything was sampled from it."""
+    return has_folder(store, layout.PREPARED_MODEL) and not is_settled(store)
+
+
+def _make(store: Store, origin: Origin, identity: dict[str, Any]) -> None:
+    if store.is_local:
+        _build(origin, identity, _target(store))
+        return
+    with transfer_folder() as scratch:
+        _build(origin, identity, scratch / "hf")
+        put_folder(store, scratch / "hf", layout.PREPARED_MODEL)
+
+
+def _target(store: Store) -> Path:
+    return store.local_path(layout.PREPARED_MODEL)
 
 
 def require_usable(spec: RunSpec, folder: Path) -> None:

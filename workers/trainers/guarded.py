@@ -6,7 +6,6 @@ repeated call waits for the running one and is answered from its record; ``expor
 """
 
 import shutil
-import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,9 +13,17 @@ from pathlib import Path
 from typing import TypeVar
 
 from activities.fencing import FenceGuard
+from activities.storage import layout
 from activities.storage.atomic import storage_errors
+from activities.storage.local_copy import (
+    download,
+    has_folder,
+    local_folder,
+    put_folder,
+    transfer_folder,
+)
 from activities.storage.store import Store
-from models.checkpoint import CheckpointFile, PolicyClock
+from models.checkpoint import CheckpointFile, CheckpointMarker, PolicyClock
 from models.errors import ContractViolation, ServiceUnreachable
 from models.evaluation import ExportReport
 from models.ids import FenceToken
@@ -44,6 +51,8 @@ from workers.trainers.weights import own_exports
 
 T = TypeVar("T")
 
+_UPLOADING = ".uploading"
+"""First object of an export on an object store: so an upload that broke off is known as ours."""
 _KEPT_EXPORTS = 2  # engines may still be reading the one before the newest
 
 
@@ -192,10 +201,10 @@ class GuardedTrainer:
             with storage_errors(folder):
                 if self._store.is_local:
                     return self._lead(Save(folder=str(self._store.local_path(folder))))
-                with tempfile.TemporaryDirectory(prefix="perdure-save-") as scratch:
-                    files = self._lead(Save(folder=scratch))
+                with transfer_folder() as scratch:
+                    files = self._lead(Save(folder=str(scratch)))
                     for file in files:
-                        self._store.put_file(Path(scratch) / file.path, f"{folder}/{file.path}")
+                        self._store.put_file(scratch / file.path, f"{folder}/{file.path}")
                     return files
 
     def restore(self, token: FenceToken, folder: str, clock: PolicyClock) -> None:
@@ -206,10 +215,12 @@ class GuardedTrainer:
             if self._store.is_local:
                 self._lead(Load(folder=str(self._store.local_path(folder)), clock=clock))
                 return
-            with tempfile.TemporaryDirectory(prefix="perdure-restore-") as scratch:
-                for name in self._store.list(folder):
-                    self._store.get_file(f"{folder}/{name}", Path(scratch) / name)
-                self._lead(Load(folder=scratch, clock=clock))
+            marker = CheckpointMarker.model_validate(
+                self._store.read_json(f"{folder}/{layout.COMPLETE}")
+            )
+            with transfer_folder() as scratch:
+                download(self._store, folder, marker.files, scratch)
+                self._lead(Load(folder=str(scratch), clock=clock))
 
     def export(self, token: FenceToken, uri: str) -> ExportReport:
         """Write the Hugging Face folder ``uri`` (relative to the root), re-load and compare it."""
@@ -251,13 +262,25 @@ class GuardedTrainer:
         if self._store.is_local:
             folder = self._store.local_path(uri)
             return self._lead(ExportModel(folder=str(folder), probe=probe, uri=uri))
-        with tempfile.TemporaryDirectory(prefix="perdure-export-") as scratch:
-            folder = Path(scratch) / "hf"
+        if has_folder(self._store, uri):
+            finished = local_folder(self._store, uri)
+            return self._lead(ExportModel(folder=str(finished), probe=probe, uri=uri))
+        self._clear_for_upload(uri)
+        with transfer_folder() as scratch:
+            folder = scratch / "hf"
             report = self._lead(ExportModel(folder=str(folder), probe=probe, uri=uri))
-            # hidden names sort first; the completion marker must be uploaded last
-            for path in sorted(folder.iterdir(), key=lambda p: p.name.startswith(".")):
-                self._store.put_file(path, f"{uri}/{path.name}")
+            put_folder(self._store, folder, uri)
             return report
+
+    def _clear_for_upload(self, uri: str) -> None:
+        """Remove an upload that broke off; refuse what is none."""
+        started = f"{uri}/{_UPLOADING}"
+        if self._store.list(uri, hidden=True) and not self._store.exists(started):
+            raise ContractViolation(
+                f"{self._store.root}/{uri} exists and is not a finished export; remove it first"
+            )
+        self._store.remove_tree(uri)
+        self._store.write_bytes(started, b"")
 
     def _probe(self) -> ExportProbe:
         """The first held-out prompt, else the first training prompt."""

@@ -13,6 +13,7 @@ import structlog
 
 from activities.site import spec_of, store_of
 from activities.storage import layout
+from activities.storage.local_copy import local_folder
 from activities.storage.store import Store
 from models.errors import PerdureError
 from workers.trainers.commands import COMMANDS
@@ -33,7 +34,7 @@ def run(order: RankOrder) -> None:
         with concluded(ranks):
             trainer = LocalTrainer(
                 spec_of(order.run),
-                store.local_path(layout.PREPARED_MODEL),
+                local_folder(store, layout.PREPARED_MODEL),
                 ContractFile(store, order.rank),
                 ranks,
             )

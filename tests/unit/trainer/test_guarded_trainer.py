@@ -9,9 +9,10 @@ import pytest
 
 from activities.rollout.collection_file import write_collection
 from activities.storage import layout
+from activities.storage.local_copy import CACHE_DIR, has_folder
 from activities.storage.store import Store
-from models.checkpoint import PolicyClock
-from models.errors import ContractViolation, StaleFence
+from models.checkpoint import CheckpointMarker, PolicyClock
+from models.errors import ContractViolation, DigestMismatch, ServiceUnreachable, StaleFence
 from models.ids import FenceToken
 from models.prompt import PreparedPrompt, PromptMetadata
 from models.rollout import CollectionCounts, RolloutCollection
@@ -64,6 +65,23 @@ def commit(store, make_groups):
 
 def token(update: int = 0, attempt: int = 1, epoch: int = 1) -> FenceToken:
     return FenceToken(epoch=epoch, update=update, attempt=attempt)
+
+
+def question() -> PreparedPrompt:
+    return PreparedPrompt(
+        input="abc=",
+        label="cba",
+        prompt_token_ids=(1, 40, 41),
+        metadata=PromptMetadata(
+            prepared_sample_id="t:eval:0",
+            source_dataset="t",
+            source_row=0,
+            query="reverse abc=",
+            verifiers=(),
+            run_prompt_tokens=3,
+            run_prompt_token_ids_sha256=hashlib.sha256(b"").hexdigest(),
+        ),
+    )
 
 
 def test_a_repeated_update_returns_the_same_report(make_guarded, commit):
@@ -168,33 +186,61 @@ def test_save_and_restore_through_the_store(make_guarded, commit, store):
     assert restored.optimize(token(attempt=5), 0, commit(0)) == report
 
 
-def test_a_remote_root_is_saved_and_restored_by_copies(make_spec, model_dir):
-    store = Store("memory://trainer-test")
-    trainer = GuardedTrainer(LocalTrainer(make_spec(), model_dir), store)
-    files = trainer.save(token(), "checkpoints/core/c0")
-    assert {f.path for f in files} == set(store.list("checkpoints/core/c0"))
-    assert all(store.sha256(f"checkpoints/core/c0/{f.path}") == f.sha256 for f in files)
+@pytest.fixture
+def remote(tmp_path, monkeypatch):
+    """A root on an object store, and a cache of this test's own."""
+    monkeypatch.setenv(CACHE_DIR, str(tmp_path / "cache"))
+    return Store(f"memory://trainer-test/{tmp_path.name}")
+
+
+def test_a_remote_root_is_saved_and_restored_by_copies(make_spec, model_dir, remote):
+    trainer = GuardedTrainer(LocalTrainer(make_spec(), model_dir), remote)
+    folder = "checkpoints/core/c0"
+    files = trainer.save(token(), folder)
+    assert {f.path for f in files} == set(remote.list(folder))
+    assert all(remote.sha256(f"{folder}/{f.path}") == f.sha256 for f in files)
     clock = PolicyClock(completed_steps=0, published_step=-1, next_rollout_id=0)
-    trainer.restore(token(), "checkpoints/core/c0", clock)
+    marker = CheckpointMarker(
+        run_id="train/a", spec_sha256="0", epoch=1, clock=clock, cursor_sha256="0", files=files,
+        created_unix=0.0,
+    )  # fmt: skip
+    remote.write_json(f"{folder}/{layout.COMPLETE}", marker.model_dump(mode="json"))
+    trainer.restore(token(), folder, clock)
     assert trainer.next_update == 0
+    data = remote.read_bytes(f"{folder}/{files[0].path}")
+    remote.write_bytes(f"{folder}/{files[0].path}", data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(DigestMismatch, match=files[0].path):
+        trainer.restore(token(), folder, clock)
+
+
+def test_a_remote_export_is_whole_or_done_again(make_spec, model_dir, remote, monkeypatch):
+    monkeypatch.setattr(guarded, "load_prompts", lambda _, split: [question()])
+    trainer = GuardedTrainer(LocalTrainer(make_spec(), model_dir), remote)
+    put = Store.put_file
+
+    def broken(store, local, rel):
+        if rel.endswith("model.safetensors"):
+            raise ServiceUnreachable("broke off")
+        put(store, local, rel)
+
+    monkeypatch.setattr(Store, "put_file", broken)
+    with pytest.raises(ServiceUnreachable):
+        trainer.export(token(), "export-hf")
+    assert not has_folder(remote, "export-hf")
+    monkeypatch.setattr(Store, "put_file", put)
+    report = trainer.export(token(attempt=2), "export-hf")
+    assert has_folder(remote, "export-hf")
+    assert remote.exists("export-hf/.complete")
+    again = GuardedTrainer(LocalTrainer(make_spec(), model_dir), remote)
+    proved = again.export(token(), "export-hf")
+    assert proved.model_copy(update={"seconds": report.seconds}) == report
+    remote.write_bytes("mine/notes.txt", b"not an export")
+    with pytest.raises(ContractViolation, match="is not a finished export"):
+        trainer.export(token(attempt=3), "mine")
 
 
 def test_final_export_answers_the_first_held_out_question(make_guarded, store, monkeypatch):
-    prompt = PreparedPrompt(
-        input="abc=",
-        label="cba",
-        prompt_token_ids=(1, 40, 41),
-        metadata=PromptMetadata(
-            prepared_sample_id="t:eval:0",
-            source_dataset="t",
-            source_row=0,
-            query="reverse abc=",
-            verifiers=(),
-            run_prompt_tokens=3,
-            run_prompt_token_ids_sha256=hashlib.sha256(b"").hexdigest(),
-        ),
-    )
-    monkeypatch.setattr(guarded, "load_prompts", lambda _, split: [prompt])
+    monkeypatch.setattr(guarded, "load_prompts", lambda _, split: [question()])
     trainer = make_guarded()
     report = trainer.export(token(), "export-hf")
     assert report.question == "reverse abc="
