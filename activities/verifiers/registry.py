@@ -10,10 +10,25 @@ from models.errors import ConfigurationError, ContractViolation, GenerationFault
 from models.prompt import PreparedPrompt
 from models.sample import Verdict
 
+
+def _code() -> Verifier:
+    from activities.verifiers.code import FUNCTION, code_verifier  # httpx is slow to import
+
+    return code_verifier(FUNCTION)
+
+
+def _code_stdio() -> Verifier:
+    from activities.verifiers.code import STDIO, code_verifier
+
+    return code_verifier(STDIO)
+
+
 REGISTRY: Mapping[str, Callable[[], Verifier]] = {
     "exact": ExactVerifier,
     "number": NumberVerifier,
     "gym": GymVerifier,
+    "code": _code,
+    "code_stdio": _code_stdio,
 }
 
 

@@ -136,8 +136,18 @@ def _check_target(row: SourceRow) -> None:
             )
     if row.verifier == "exact" and not row.label.strip():
         _refuse(row.where, "the exact verifier needs a non-empty answer")
+    if row.verifier in ("code", "code_stdio"):
+        _check_tests(row)
     if row.verifier == "gym" and not row.extra.keys() >= _GYM_ENTRY_KEYS:
         _refuse(row.where, "the gym verifier needs the generator's whole entry in 'extra'")
+
+
+def _check_tests(row: SourceRow) -> None:
+    from activities.verifiers.code import FUNCTION, STDIO, parse_tests  # httpx is slow to import
+
+    tests = parse_tests(row.label, STDIO if row.verifier == "code_stdio" else FUNCTION)
+    if isinstance(tests, str):
+        _refuse(row.where, f"{row.verifier}: {tests}")
 
 
 def _records(name: str, content: bytes) -> Iterator[tuple[int, dict[str, Any]]]:
