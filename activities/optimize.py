@@ -48,7 +48,7 @@ async def _optimize(site: Site, request: OptimizeRequest, token: FenceToken) -> 
     await asyncio.to_thread(_write_rows, store, request, report)
     site.tracker.log(run, rollout_metrics(request.collection))
     site.tracker.log(run, train_metrics(report, request.collection))
-    return report
+    return report.model_copy(update={"engines_released": spec.colocated})
 
 
 def _write_rows(store: Store, request: OptimizeRequest, report: UpdateReport) -> None:

@@ -25,6 +25,9 @@ class UpdateReport(Frozen):
     """Completed optimizer steps after this update."""
     optimizer_steps: int
     """Steps taken in this update; 0 when every group tied (``no_signal``)."""
+    engines_released: bool = False
+    """Colocated engines gave their memory, weights too, to the trainer: nothing can be sampled
+    before a publication, of the same version if no step was taken."""
     no_signal: bool
     metrics: dict[str, float] = Field(default_factory=dict)
     """Every key is declared in ``models/metrics.py``."""

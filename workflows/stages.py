@@ -333,6 +333,8 @@ class RunStages:
         self.set(
             next_update=report.update + 1,
             policy_version=report.policy_version,
+            # Engines without their memory serve no version, also where none is newer.
+            published_version=-1 if report.engines_released else progress.published_version,
             consumed_through=report.update,
             # Redone updates do not count: a loss that repeats at one update must end some time.
             recoveries_in_a_row=0 if is_new else progress.recoveries_in_a_row,

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -135,6 +136,23 @@ async def test_an_update_without_signal_is_not_published_again(stage: Any) -> No
     assert calls(stage, "export_weights") == [
         "export_weights 0", "export_weights 1", "export_weights 2",
     ]  # fmt: skip
+
+
+async def test_engines_that_gave_their_memory_get_it_back_without_a_new_version(stage: Any) -> None:
+    gate = stage.fleet.script.hold("collect 0")
+    handle = await stage.start(stage.document(placement={"mode": "colocated"}))
+    await stage.fleet.script.reached("collect 0")
+    stage.fleet.live_trainer.no_signal = {1, 2}
+    gate.set()
+    outcome = await handle.result()
+    assert outcome.policy_version == 1
+    rows = stage.store.read_jsonl(layout.PUBLICATION).rows
+    assert [row["version"] for row in rows] == [0, 1, 1, 1]
+    turns = ("release engine-0", "wake engine-0", "collect", "evaluate")
+    log = [call for call in stage.fleet.log if call.startswith(turns)]
+    for before, after in pairwise(log):
+        assert not (before.startswith("release") and after.startswith(("collect", "evaluate")))
+    assert sum(call.startswith("wake") for call in log) == 3
 
 
 async def test_continue_as_new_carries_everything(stage: Any) -> None:
