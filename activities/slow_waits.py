@@ -30,6 +30,7 @@ def told_while_slow(operation: str, timeout_s: float | None) -> Iterator[None]:
     started = loop.time()
     unscaled_s = WARN_S if timeout_s is None else timeout_s / infra_timeout_multiplier()
     first_s = min(WARN_S, unscaled_s)
+    timers: list[asyncio.TimerHandle] = []
 
     def told() -> dict[str, object]:
         return {
@@ -40,15 +41,14 @@ def told_while_slow(operation: str, timeout_s: float | None) -> Iterator[None]:
         }
 
     def warn() -> None:
-        nonlocal timer
         _log.warning("still waiting", **told())
-        timer = loop.call_later(WARN_S, warn)
+        timers[:] = [loop.call_later(WARN_S, warn)]
 
-    timer = loop.call_later(first_s, warn)
+    timers.append(loop.call_later(first_s, warn))
     try:
         yield
     finally:
-        timer.cancel()
+        timers[0].cancel()
         if loop.time() - started >= first_s:
             _log.warning("the wait is over", **told())
 

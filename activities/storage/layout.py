@@ -38,6 +38,7 @@ LATEST = "checkpoints/core-latest.json"
 """Pointer for people; the newest valid marker wins over it."""
 
 DRIVER_TIMING = "checkpoints/driver_timing.jsonl"
+COMPILER_CACHE = "checkpoints/compiler_cache.jsonl"
 METRICS = "checkpoints/metrics.jsonl"
 PUBLICATION = "checkpoints/publication.jsonl"
 ROLLOUT_ERRORS = "checkpoints/rollout_errors.jsonl"

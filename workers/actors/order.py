@@ -16,6 +16,7 @@ from models.base import Frozen
 from models.errors import ConfigurationError
 from models.ids import RunRef
 from models.ports import ActorStatus
+from workers.compiler_cache.transfer import cache_variables
 from workers.source_digest import package_folders, source_digest
 
 _NCCL = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
@@ -143,6 +144,7 @@ def environment(order: ActorOrder, spec: RunSpec, threads: int) -> dict[str, str
         "TOKENIZERS_PARALLELISM": "false",
         # Processes that share a cache of generated model code race each other.
         "HF_MODULES_CACHE": tempfile.mkdtemp(prefix=f"hf-{order.name}-", dir=scratch),
+        **cache_variables(order.name, scratch, {**os.environ, **spec.launch.env}),
         **spec.launch.env,
         **({ENGINE_TOKEN: token.get_secret_value()} if token is not None else {}),
     }

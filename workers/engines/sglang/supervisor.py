@@ -7,6 +7,7 @@ bound socket that does not listen, so that nobody else is given it before the se
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 from collections.abc import Coroutine, Iterator, Mapping
@@ -17,6 +18,7 @@ import psutil
 
 from activities.wire.client import EngineClient
 from models.errors import ConfigurationError
+from workers.compiler_cache.transfer import compiler_cache
 from workers.engines.lifecycle import write_ready_file
 from workers.engines.process import CONFIGURATION_STATUS, leashed
 from workers.engines.sglang.arguments import flags
@@ -50,6 +52,7 @@ class Supervisor:
     def __init__(self, options: Options) -> None:
         self._options = options
         self._stopped = asyncio.Event()
+        self._cache = compiler_cache("engine", os.environ)
 
     async def run(self) -> int:
         """Exit status: 0 after a signal, 2 when the server refuses what it is asked, else 1.
@@ -63,6 +66,8 @@ class Supervisor:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stopped.set)
         outlive_parent_to_clean_up()
+        if self._cache is not None:
+            await asyncio.to_thread(self._cache.restore)
         with reserved_port(self._options.host, self._options.port) as port:
             child = await asyncio.create_subprocess_exec(
                 *leashed(self._command(port)), stdin=asyncio.subprocess.DEVNULL
@@ -93,6 +98,8 @@ class Supervisor:
         if self._options.ready_file is not None:
             write_ready_file(self._options.ready_file, self._options.host, port)
         logger.info("serving on %s port %d", self._options.host, port)
+        if self._cache is not None:
+            self._cache.publish_soon()  # what it compiled to get here
         ended = await self._unless_over(child, until_one_ends(titles))
         return 0 if ended == 0 else FAILED_STATUS
 
