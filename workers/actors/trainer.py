@@ -18,6 +18,7 @@ import structlog
 
 from activities.site import spec_of, store_of
 from activities.storage import layout
+from activities.storage.local_copy import local_folder
 from models.checkpoint import CheckpointFile, PolicyClock
 from models.errors import ContractViolation, PerdureError, StaleFence, TrainerLost
 from models.evaluation import ExportReport
@@ -217,7 +218,7 @@ class TrainerActor:
         from workers.trainers.ranks import concluded
 
         with concluded(ranks):
-            model_dir = store.local_path(layout.PREPARED_MODEL)
+            model_dir = local_folder(store, layout.PREPARED_MODEL)
             trainer = LocalTrainer(self._spec, model_dir, ContractFile(store), ranks)
         return trainer, GuardedTrainer(trainer, store, self._gang)
 
