@@ -79,18 +79,24 @@ def code_verifier(
     environment: Mapping[str, str] | None = None,
     policy: RetryPolicy = RetryPolicy(),  # noqa: B008  a tuple
 ) -> CodeVerifier:
-    """The verifier at the service that the environment names.
+    """The verifier at the service that the environment names; see ``service_address``."""
+    url = service_address(os.environ if environment is None else environment)
+    return CodeVerifier(kind, CodeService(url, policy))
+
+
+def service_address(environment: Mapping[str, str]) -> str:
+    """Where the service is.
 
     Raises:
-        ConfigurationError: it names none, or no address.
+        ConfigurationError: the environment names none, or no address.
     """
-    url = (os.environ if environment is None else environment).get(SERVICE_VARIABLE, "")
+    url = environment.get(SERVICE_VARIABLE, "")
     if not url:
         raise ConfigurationError(
             f"the code verifier needs a service: set {SERVICE_VARIABLE} to http://HOST:PORT, for "
             "example in [launch.env]"
         )
-    return CodeVerifier(kind, CodeService(require_address(url), policy))
+    return require_address(url)
 
 
 def require_address(url: str) -> str:

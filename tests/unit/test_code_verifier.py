@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -22,9 +23,11 @@ from activities.verifiers.code import (
 )
 from activities.verifiers.registry import REGISTRY
 from activities.wire.code_service import CodeService, RetryPolicy, request_timeout_s
+from configs.load import resolve_document
 from models.errors import ConfigurationError
 from models.prompt import VerifierTarget
 from models.sample import Verdict, VerdictOutcome
+from workers.sources.inputs import find_input_problems
 from workers.sources.rows import jsonl_rows
 
 TARGET = VerifierTarget(name="code", target='["assert f(1) == 1"]', weight=0.5)
@@ -241,3 +244,20 @@ def test_a_row_without_tests_is_refused(verifier: str, answer: str, problem: str
         jsonl_rows("rows", json.dumps(row).encode(), "exact")
     good = '["assert True"]' if verifier == "code" else '[{"input": "", "output": ""}]'
     assert jsonl_rows("rows", json.dumps({**row, "answer": good}).encode(), "exact")
+
+
+def test_validate_asks_for_the_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SERVICE_VARIABLE, raising=False)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "p", "answer": '["assert True"]', "verifier": "code"}))
+    document: dict[str, Any] = {
+        "schema_version": 1,
+        "name": "code",
+        "model": {"source": "tiny", "tiny": {"warmup_accuracy": 0.0}},
+        "data": {"prompt_data": str(rows)},
+        "output": {"root": str(tmp_path / "root")},
+    }
+    (problem,) = find_input_problems(resolve_document(document, origin="run").spec)
+    assert f"set {SERVICE_VARIABLE}" in str(problem)
+    document["launch"] = {"env": {SERVICE_VARIABLE: "http://code:1234"}}
+    assert find_input_problems(resolve_document(document, origin="run").spec) == []

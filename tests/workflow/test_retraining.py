@@ -212,6 +212,16 @@ async def test_a_failed_firing_leaves_its_data_new(firings: Firings) -> None:
     assert [each["url"] for each in firings.record(2)["data"]["files"]] == [str(path)]
 
 
+async def test_a_run_that_is_refused_its_root_is_a_failed_firing(firings: Firings) -> None:
+    firings.desk.add_data("a.jsonl")
+    firings.desk.store.write_bytes("runs", b"a file where runs shall be")
+    failure = await firings.refused("03:00:00")
+    assert failure.type == "TrainingFailed"
+    assert "ConfigurationError" in failure.message
+    record = firings.record(1)
+    assert (record["decision"], record["checkpoint"], record["export"]) == ("failed", None, None)
+
+
 async def test_a_canceled_firing_stops_its_run(firings: Firings) -> None:
     firings.desk.add_data("a.jsonl")
     firings.fleet.scores(0.25, 0.5)

@@ -65,7 +65,6 @@ def _server_arguments(spec: RunSpec) -> list[Problem]:
 
 
 def _data(spec: RunSpec) -> Iterator[Problem]:
-    from workers.sources.rows import jsonl_rows
     from workers.sources.tasks import first_question
 
     for task in spec.data.tasks:
@@ -73,7 +72,17 @@ def _data(spec: RunSpec) -> Iterator[Problem]:
     for path in (spec.data.prompt_data, spec.data.eval_prompt_data):
         if path is not None and not is_url(path) and _has_content(Path(path)):
             content = Path(path).read_bytes()
-            yield from _refusals(partial(jsonl_rows, path, content, spec.data.verifier))
+            yield from _refusals(partial(_check_rows, spec, path, content))
+
+
+def _check_rows(spec: RunSpec, path: str, content: bytes) -> None:
+    from workers.sources.rows import jsonl_rows
+
+    rows = jsonl_rows(path, content, spec.data.verifier)
+    if any(row.verifier in ("code", "code_stdio") for row in rows):
+        from activities.verifiers.code import service_address  # httpx is slow to import
+
+        service_address({**os.environ, **spec.launch.env})
 
 
 def _has_content(path: Path) -> bool:
