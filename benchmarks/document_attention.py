@@ -129,7 +129,7 @@ def all_ways(lengths: Sequence[int], flex: bool) -> dict[str, Way]:
         "padded": lambda q, k, v: attend_padded(sdpa_attention_forward, LAYER, q, k, v, blocks),
     }
     if flash4.missing(GPU) is None:
-        newer = AttentionInterface()["documents_flash4"]
+        newer = AttentionInterface()["documents_fa4"]
         ways["flash4"] = lambda q, k, v: newer(LAYER, q, k, v, None, **{BLOCKS: blocks})[0]
     of_document = torch.arange(len(lengths), device=GPU).repeat_interleave(
         torch.tensor(lengths, device=GPU)

@@ -27,6 +27,7 @@ import argparse
 import asyncio
 import json
 import statistics
+import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -176,7 +177,8 @@ async def compare(
     for turn in range(told.rounds + 1):
         for side, rounds in sides.items():
             await make_idle(server.control)
-            root = told.work / f"{load.concurrency}-{turn}"
+            prefix = f"{load.concurrency}-{turn}-{side}-"
+            root = Path(tempfile.mkdtemp(prefix=prefix, dir=told.work))
             async with asyncio.timeout(ROUND_DEADLINE_S):
                 if side == "producer":
                     spec = spec_for(told, load.concurrency, root, load.groups)

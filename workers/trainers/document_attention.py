@@ -22,6 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from workers.trainers.varlen_attention import Bounds, Kernel, attend, kernel_dtype
 
 _PREFIX = "documents_"
+_FA4 = "fa4"  # transformers takes any name with "flash" in it for a package of its own list
 BLOCKS = "document_blocks"
 """Keyword of a model's forward that carries the documents to its attention layers.
 
@@ -91,7 +92,7 @@ def use_document_attention(model: Any, kernel: Kernel = "torch") -> None:
     """
     base = model.config._attn_implementation
     if not base.startswith(_PREFIX):
-        model.set_attn_implementation(f"{_PREFIX}{base if kernel == 'torch' else kernel}")
+        model.set_attn_implementation(f"{_PREFIX}{base if kernel == 'torch' else _FA4}")
 
 
 def takes_blocks(model: Any) -> bool:
@@ -187,5 +188,5 @@ AttentionInterface.register(
     f"{_PREFIX}sdpa", _within_documents(sdpa_attention_forward, kernel="torch")
 )
 AttentionInterface.register(
-    f"{_PREFIX}flash4", _within_documents(sdpa_attention_forward, kernel="flash4")
+    f"{_PREFIX}{_FA4}", _within_documents(sdpa_attention_forward, kernel="flash4")
 )

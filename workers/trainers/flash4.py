@@ -6,6 +6,7 @@ that it can. It compiles a kernel for every size of head at its first call, whic
 """
 
 import importlib
+import warnings
 from functools import lru_cache
 from types import ModuleType
 from typing import Any
@@ -47,7 +48,9 @@ def attend(
 @lru_cache
 def _kernels() -> ModuleType:
     """The package's kernels, under the names by which torch's own registration calls them."""
-    module = importlib.import_module(_INTERFACE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of its compiler's own modules
+        module = importlib.import_module(_INTERFACE)
     for name in ("_flash_attn_fwd", "_flash_attn_bwd"):
         getattr(module, name)
     return module

@@ -98,7 +98,7 @@ class StepLoss:
         if not tokens.all_active:
             keep = tokens.active[index]
             new, entropy, index = new[keep], entropy[keep], index[keep]
-        self._scored[index] = True
+        self._scored.index_fill_(0, index, True)  # an assignment would wait for the GPU
         self._new[index] = new.detach()
         old = self._old(new.detach(), index)
         tokens.old[index] = old
