@@ -4,6 +4,7 @@ from pydantic import Field
 
 from models.base import Carried, Frozen
 from models.ids import RunRef
+from models.inside import InnerPath
 
 
 class CheckpointRequest(Frozen):
@@ -28,7 +29,7 @@ class PolicyClock(Carried):
 class CheckpointFile(Carried):
     """One file under a marker."""
 
-    path: str
+    path: InnerPath
     """Relative to the checkpoint's folder."""
     sha256: str
     num_bytes: int

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from models.errors import ConfigurationError
+from models.inside import require_inside
 
 
 def safetensor_files(folder: Path) -> list[Path]:
@@ -17,9 +18,10 @@ def safetensor_files(folder: Path) -> list[Path]:
     if index.is_file():
         try:
             shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-        except (ValueError, KeyError) as error:
+            names = sorted({require_inside(name) for name in shards})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigurationError(f"{index} is not a safetensors index: {error}") from error
-        files = [folder / name for name in sorted(set(shards))]
+        files = [folder / name for name in names]
     else:
         files = sorted(folder.glob("*.safetensors"))
     absent = [path.name for path in files if not path.is_file()]
