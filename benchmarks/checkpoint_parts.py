@@ -1,6 +1,6 @@
 r"""Seconds that ranks need to write a trainer's state and to read it again, by size of the model.
 
-    python benchmarks/checkpoint_parts.py --ranks 2 --folder /tmp/parts
+    python benchmarks/checkpoint_parts.py --ranks 2 --folder parts
 
 Every rank is a process of this host; weights are random, the optimizer has stepped once with random
 gradients. A round writes with digests, as a trainer does, then reads into the same model; rounds
