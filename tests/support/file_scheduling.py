@@ -8,7 +8,7 @@ import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
-CLUSTERS = ("tests/ray/", "tests/chaos/")
+CLUSTERS = ("tests/docs/", "tests/ray/", "tests/chaos/")
 
 
 class FileScheduling(LoadScopeScheduling):
