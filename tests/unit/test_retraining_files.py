@@ -9,7 +9,6 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import fsspec
 import pytest
@@ -28,52 +27,11 @@ from activities.storage import layout
 from activities.storage.patterns import find_files
 from activities.storage.store import Store
 from models.errors import ConfigurationError, ContractViolation
-from models.retraining import (
-    Comparison,
-    DataChoice,
-    DataFile,
-    Decision,
-    LineageRecord,
-    Parent,
-)
+from models.retraining import DataFile, Decision
+from tests.support.promotions import promote_for_ever, record
 from workers.sources.rows import jsonl_rows
 
 ROW = b'{"prompt": "p", "answer": "a"}\n'
-
-
-def record(number: int, decision: Decision, root: Path, **data: Any) -> LineageRecord:
-    """A record; a promotion comes with an export of one file."""
-    export = None
-    if decision is Decision.PROMOTED:
-        folder = root / "runs" / str(number) / "export-hf"
-        Store(folder).write_bytes("model.safetensors", f"weights {number}".encode())
-        export = digest_folder(str(folder))
-    comparison = Comparison(
-        metric="eval/heldout",
-        higher_is_better=True,
-        tolerance=0,
-        parent=0.5,
-        candidate=0.5,
-        updates=2,
-        max_unscored_fraction=0,
-        parent_unscored=0,
-        candidate_unscored=0,
-        data_sha256="e",
-    )
-    return LineageRecord(
-        number=number,
-        firing=f"firing-{number}",
-        run_id=f"train/firing-{number}",
-        run_root=str(root),
-        decision=decision,
-        reason="planted",
-        config_sha256="c",
-        data=DataChoice(path="train.jsonl", sha256="d", rows=1, files=data.get("files", ())),
-        parent=Parent(source="base"),
-        export=export,
-        comparison=comparison,
-        recorded_unix=1.0,
-    )
 
 
 @pytest.fixture
@@ -180,16 +138,6 @@ def test_a_missing_or_damaged_record_is_told(tmp_path: Path) -> None:
         read_lineage(store)
 
 
-def promote_for_ever(root: str) -> None:
-    """What ``decide`` does with firings that are promoted and refused in turn."""
-    store = Store(root)
-    while True:
-        number = len(read_lineage(store)) + 1
-        decision = Decision.PROMOTED if number % 3 else Decision.REFUSED
-        append_record(store, record(number, decision, Path(root)))
-        point_to_newest(store)
-
-
 def require_servable(root: Path) -> int:
     """What a serving system relies on; the number of the record that the pointer names."""
     pointer = read_pointer(Store(root))
@@ -202,21 +150,25 @@ def require_servable(root: Path) -> int:
 
 
 def test_a_pointer_survives_kills_at_any_moment(tmp_path: Path) -> None:
-    """Readers look all the time; after each kill the next one to come puts the pointer right."""
-    context = multiprocessing.get_context("fork")
-    moments = random.Random(7)
-    seen: set[int] = set()
-    for _ in range(25):
+    """A reader looks all the time; after each kill the next one to come puts the pointer right."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.support.promotions"])
+    chance = random.Random(7)
+    store = Store(tmp_path)
+    for _ in range(10):
         process = context.Process(target=promote_for_ever, args=(str(tmp_path),), daemon=True)
+        wanted = len(store.list(layout.LINEAGE)) + chance.randint(1, 3)
+        deadline = time.monotonic() + 30
         process.start()
-        deadline = time.monotonic() + moments.uniform(0.005, 0.08)
-        while time.monotonic() < deadline:
-            seen.add(require_servable(tmp_path))
+        while len(store.list(layout.LINEAGE)) < wanted:
+            assert time.monotonic() < deadline
+            require_servable(tmp_path)
+        time.sleep(chance.uniform(0, 0.004))
         assert process.pid is not None
         os.kill(process.pid, signal.SIGKILL)
         process.join(10)
-        seen.add(require_servable(tmp_path))
-        point_to_newest(Store(tmp_path))
-        newest = newest_promotion(read_lineage(Store(tmp_path)))
-        assert require_servable(tmp_path) == (newest.number if newest else 0)
-    assert len(seen) > 10
+        require_servable(tmp_path)
+        point_to_newest(store)
+        newest = newest_promotion(read_lineage(store))
+        assert newest is not None
+        assert require_servable(tmp_path) == newest.number
