@@ -43,6 +43,7 @@ def find_problems(spec: RunSpec) -> list[Problem]:
         *_engines(spec),
         *sglang_problems(spec),
         *_evaluation(spec),
+        *_limits(spec),
         *_credentials(spec),
     ]
     if not spec.samples_per_collection % _batch(spec):
@@ -113,6 +114,17 @@ def _task(key: str, task: TaskSpec) -> Iterator[Problem]:
         )
     if not task.train_count and not task.eval_count:
         yield Problem(key, "draws no prompts", remedy="set train_count or eval_count")
+
+
+def _limits(spec: RunSpec) -> Iterator[Problem]:
+    hard_s, soft_s = spec.launch.timeout_s, spec.core.max_run_seconds
+    if hard_s is not None and soft_s is not None and hard_s <= soft_s:
+        yield Problem(
+            "launch.timeout_s",
+            f"would end the run before core.max_run_seconds = {soft_s:g} can finish it",
+            hard_s,
+            "leave room for a start, the running update, a checkpoint, evaluation and export",
+        )
 
 
 def _credentials(spec: RunSpec) -> Iterator[Problem]:

@@ -37,6 +37,10 @@ class LaunchSection(Section):
     """A worker silent for this long is taken for dead and its activity goes to another."""
     startup_timeout_s: float = Field(default=600.0, gt=0)
     """Deadline for model preparation and actor start."""
+    timeout_s: float | None = Field(default=None, gt=0)
+    """Hard limit of the whole run in seconds, from its start, continued histories and rebuilds
+    included: Temporal ends it then, where it is. Leave room above core.max_run_seconds. The same
+    command resumes from the newest checkpoint, under a limit of its own."""
     env: dict[str, str] = Field(default_factory=dict)
     """Environment of the actors. Never changes what a run means; reserved names are refused."""
 

@@ -25,8 +25,8 @@ from configs.problem import Problem, configuration_error, dotted
 from configs.run import RunSpec
 from models.errors import ConfigurationError
 
-MAY_CHANGE_BETWEEN_ATTEMPTS = ("auto_resume", "max_retries", "max_recoveries")
-"""Keys of ``[launch]`` that say how often to try, not what the run is."""
+MAY_CHANGE_BETWEEN_ATTEMPTS = ("auto_resume", "max_retries", "max_recoveries", "timeout_s")
+"""Keys of ``[launch]`` that say how often and how long to try, not what the run is."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from temporalio.client import (
 )
 from temporalio.common import WorkflowIDConflictPolicy
 from temporalio.exceptions import ApplicationError, CancelledError, TerminatedError
+from temporalio.exceptions import TimeoutError as TemporalTimeoutError
 from temporalio.service import RPCError, RPCStatusCode
 
 from configs.load import Loaded
@@ -134,6 +135,7 @@ async def start_run(
     """
     spec = loaded.spec
     request = RunRequest(**run_request(loaded, rewind), take_over=take_over)
+    limit_s = spec.launch.timeout_s
     handle = await _answered(
         client.start_workflow(
             WORKFLOW_TYPE,
@@ -148,6 +150,7 @@ async def start_run(
             },
             static_summary=f"{spec.name}: {spec.model.source}",
             static_details=_details(loaded),
+            execution_timeout=timedelta(seconds=limit_s) if limit_s else None,
             rpc_timeout=RPC_TIMEOUT,
         )
     )
@@ -223,6 +226,11 @@ def _failure(error: WorkflowFailureError) -> Failure:
     cause = error.cause
     if isinstance(cause, ApplicationError):
         return Failure(cause.type or "ApplicationError", cause.message)
+    if isinstance(cause, TemporalTimeoutError):
+        return Failure(
+            "RunTimeout",
+            "launch.timeout_s has passed; the same command resumes from the newest checkpoint",
+        )
     if isinstance(cause, (CancelledError, TerminatedError)):
         return Failure(type(cause).__name__, str(cause) or "ended from outside")
     return Failure(type(cause).__name__, str(cause))
