@@ -19,7 +19,7 @@ from activities.storage import layout
 from activities.storage.commit import intact_checkpoints
 from activities.storage.rewinds import is_settled, read_rewinds, record_rewind
 from activities.storage.store import Store
-from models.checkpoint import Rewind, RewindRequest
+from models.checkpoint import CheckpointRef, Rewind, RewindRequest
 from models.errors import ConfigurationError
 from models.run import RunState
 
@@ -47,18 +47,7 @@ def plan_rewind(store: Store, request: RewindRequest, epoch: int, workflow_run_i
     """
     wanted = request.updates
     done = len(final_line(read_evidence(store)).updates)
-    saved = intact_checkpoints(store)
-    there = ", ".join(map(str, sorted(saved))) or "none"
-    if wanted > done:
-        raise ConfigurationError(
-            f"{store.root}: cannot go back to {wanted} updates, only {done} are finished; there "
-            f"are checkpoints after {there} updates"
-        )
-    if wanted not in saved:
-        raise ConfigurationError(
-            f"{store.root}: no intact checkpoint after {wanted} updates; there are checkpoints "
-            f"after {there} updates"
-        )
+    checkpoint = checkpoint_after(store, wanted)
     if wanted == done:
         raise ConfigurationError(
             f"{store.root}: the run stands after {done} updates already, with a checkpoint: there "
@@ -68,10 +57,29 @@ def plan_rewind(store: Store, request: RewindRequest, epoch: int, workflow_run_i
         epoch=epoch,
         updates=wanted,
         undone_updates=done - wanted,
-        checkpoint=saved[wanted],
+        checkpoint=checkpoint,
         reason=request.reason,
         workflow_run_id=workflow_run_id,
         time_unix=time.time(),
+    )
+
+
+def checkpoint_after(store: Store, updates: int) -> CheckpointRef:
+    """The newest intact checkpoint after ``updates`` updates.
+
+    Raises:
+        ConfigurationError: there is none, or so many updates were never finished.
+    """
+    saved = intact_checkpoints(store)
+    if updates in saved:
+        return saved[updates]
+    done = len(final_line(read_evidence(store)).updates)
+    there = ", ".join(map(str, sorted(saved))) or "none"
+    problem = f"no intact checkpoint after {updates} updates"
+    if updates > done:
+        problem = f"no checkpoint after {updates} updates, only {done} are finished"
+    raise ConfigurationError(
+        f"{store.root}: {problem}; there are checkpoints after {there} updates"
     )
 
 

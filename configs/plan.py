@@ -82,7 +82,18 @@ def loop_plan(spec: RunSpec, infra_timeout_multiplier: float = 1.0) -> LoopPlan:
         infra_timeout_multiplier=infra_timeout_multiplier,
         model_name=model_name(spec),
         recipe_name=spec.name,
+        tracking=_tracking(spec),
     )
+
+
+def _tracking(spec: RunSpec) -> str:
+    """Where to look for the run's curves in W&B, for people."""
+    tracking = spec.tracking
+    if tracking.wandb_mode == "offline":
+        return f"{spec.output.root}/wandb"
+    if tracking.wandb_mode == "disabled":
+        return ""
+    return "/".join(filter(None, (tracking.wandb_entity, tracking.wandb_project)))
 
 
 def _rolling_timeout_s(spec: RunSpec) -> float | None:

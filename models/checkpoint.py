@@ -84,3 +84,24 @@ class Rewind(Carried):
     workflow_run_id: str = ""
     """Temporal's run id of the execution that asked for it; its retries find it by this."""
     time_unix: float = 0.0
+
+
+class Fork(Carried):
+    """Where a forked run comes from: ``fork.json`` under its root."""
+
+    schema_version: int = 1
+    run_id: str
+    """The new run."""
+    spec_sha256: str
+    identity_sha256: str
+    updates: int
+    """Finished updates that it began with, all of them the source's."""
+    policy_version: int
+    epoch: int
+    """The source's newest epoch; those of the new run are above it."""
+    source_run_id: str
+    source_root: str
+    source_spec_sha256: str
+    source_checkpoint: CheckpointRef
+    host: str = ""
+    time_unix: float = 0.0

@@ -56,6 +56,8 @@ class LoopPlan(Carried):
     infra_timeout_multiplier: float = 1.0
     model_name: str = ""
     recipe_name: str = ""
+    tracking: str = ""
+    """Where W&B has the run's curves: a folder under the root, or a project; empty: nowhere."""
 
 
 class StopRequest(Carried):

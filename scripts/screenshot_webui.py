@@ -32,6 +32,7 @@ def take(url: str, workflow_id: str, page_name: str, output: str, chromium: str)
         page.get_by_text(workflow_id).first.wait_for(timeout=DEADLINE_MS)
         if page_name:
             page.goto(f"{page.url.rsplit('/', 1)[0]}/{page_name}", wait_until="domcontentloaded")
+            page.get_by_text(workflow_id).first.wait_for(timeout=DEADLINE_MS)
         page.wait_for_timeout(SETTLE_MS)
         page.screenshot(path=output)
         browser.close()

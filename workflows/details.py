@@ -11,6 +11,7 @@ def render(progress: RunProgress) -> str:
     lines = [
         f"## {progress.state.value}: update {progress.next_update} of {total or '?'}",
         "",
+        *([f"- what: {_what(progress)}"] if progress.plan else []),
         f"- now: {progress.stage}{' (paused)' if progress.paused else ''}",
         *([f"- mode: {_mode(progress.plan)}"] if progress.plan else []),
         f"- policy version: {progress.policy_version}, lag {progress.lag}",
@@ -24,11 +25,22 @@ def render(progress: RunProgress) -> str:
         lines.append(f"- rewound: {_rewound(progress.rewind)}")
     if progress.run is not None:
         lines.append(f"- output: `{progress.run.root}`")
+        if progress.plan is not None:
+            tracking = progress.plan.tracking
+            lines.append(f"- W&B: {f'`{tracking}`' if tracking else 'off'}")
+        lines.append(f"- report: `{progress.run.root}/report.html`, made by `perdure report`")
     if progress.stop is not None:
         lines.append(f"- stop requested: {progress.stop.reason or 'no reason given'}")
     if progress.error is not None:
         lines.append(f"- error: {progress.error_type}: {progress.error}")
     return "\n".join(lines)
+
+
+def _what(progress: RunProgress) -> str:
+    """The static summary belongs to a workflow's first execution and is not carried over."""
+    plan, run = progress.plan, progress.run
+    text = f"`{plan.recipe_name}`, model `{plan.model_name}`" if plan else ""
+    return f"{text}, run file sha256 `{run.spec_sha256[:16]}`" if run else text
 
 
 def _mode(plan: LoopPlan) -> str:

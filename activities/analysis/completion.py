@@ -63,6 +63,8 @@ class Root:
     plan: LoopPlan | None
     unreadable: dict[str, str] = field(default_factory=dict)
     """File -> why it could not be read."""
+    forked_at: int = 0
+    """Finished updates that a forked run began with; what it owes begins there."""
 
     def path(self, rel: str) -> str:
         """``rel`` for people: absolute, or a URL."""
@@ -95,7 +97,10 @@ def read_root(root: str) -> Root:
         except ConfigurationError as error:
             unreadable[layout.RESOLVED_CONFIG] = error.message.splitlines()[0]
     plan = None if spec is None else loop_plan(spec)
-    return Root(store, evidence, final_line(evidence), state, document, spec, plan, unreadable)
+    fork = _object(store, layout.FORK_JSON, {}) or {}
+    forked_at = fork.get("updates") or 0
+    line = final_line(evidence)
+    return Root(store, evidence, line, state, document, spec, plan, unreadable, forked_at)
 
 
 def file_flaws(

@@ -24,7 +24,8 @@ def expected_checkpoints(root: Root, found: set[int]) -> list[int]:
         return []
     due = {updates - 1}
     if plan.save_interval is not None:
-        due |= {u for u in range(updates) if (u + 1) % plan.save_interval == 0}
+        first = max(0, root.forked_at - 1)
+        due |= {u for u in range(first, updates) if (u + 1) % plan.save_interval == 0}
     core = root.spec.core
     every = core.checkpoint_keep_every
     newest = sorted(due | found, reverse=True)[: core.checkpoint_keep_last]

@@ -26,7 +26,7 @@ def expected_evaluations(root: Root) -> list[int]:
         wanted |= set(range(plan.eval_interval, updates + 1, plan.eval_interval))
     if plan.eval_final:
         wanted.add(updates)
-    return sorted(wanted)
+    return sorted(update for update in wanted if update >= root.forked_at)
 
 
 def check_evaluations(root: Root) -> Check:

@@ -24,6 +24,8 @@ def check_updates(root: Root) -> Check:
         evidence += f", policy version {root.line.updates[-1].policy_version}"
     if root.line.redone:
         evidence += f", {root.line.redone} redone after a rebuild"
+    if root.forked_at:
+        evidence += f", the first {root.forked_at} by the run that it was forked from"
     flaws = []
     for rewind in root.evidence.rewinds:
         evidence += f", rewound to {rewind.updates} under epoch {rewind.epoch}"

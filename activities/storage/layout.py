@@ -92,6 +92,9 @@ REWIND_JSON = "rewind.json"
 REWIND_SETTLED = "settled.json"
 """Inside such a folder, written last: everything that was undone is set aside."""
 
+FORK_JSON = "fork.json"
+"""In the root of a run that began at a checkpoint of another: which one."""
+
 LEASE = "lease"
 OWNER_JSON = "lease/owner.json"
 

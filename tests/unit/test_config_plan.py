@@ -162,6 +162,7 @@ def test_loop_plan_of_the_tiny_recipe() -> None:
         infra_timeout_multiplier=2.0,
         model_name="tiny",
         recipe_name="tiny",
+        tracking=f"{load_run(TINY).spec.output.root}/wandb",
     )
 
 

@@ -14,6 +14,7 @@ from workers.cli import (
     control,
     doctor,
     evaluation,
+    fork,
     gpu_usage,
     model,
     rewind,
@@ -60,7 +61,7 @@ def _register() -> None:
             "Control",
             (
                 *(control.pause, control.resume, control.checkpoint, control.stop),
-                *(control.cancel, rewind.rewind),
+                *(control.cancel, rewind.rewind, fork.fork),
             ),
         ),
         ("Run files", (config.validate, config.plan)),

@@ -121,7 +121,7 @@ def _receipt(loaded: Loaded, place: Place, namespace: str, experiment_id: str) -
         "image": os.environ.get(BUILD_ID) or None,
         "source_digest": source_digest(),
         "revision": _revision(),
-        "config_path": loaded.path,
+        "config_path": str(Path(loaded.path).absolute()),
         "spec_sha256": loaded.sha256,
         "identity_sha256": loaded.identity,
         "spec": redactor_of(loaded.document).document(loaded.document),
