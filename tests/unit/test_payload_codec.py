@@ -127,3 +127,26 @@ async def test_messages_of_failures_are_encrypted_on_request() -> None:
         assert (b"canary" in failure.SerializeToString()) is shown
         assert failure.application_failure_info.type == "Kind"
         assert "canary" in str(await converter.decode_failure(failure))
+
+
+def test_a_stack_with_other_keys_is_not_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from workers.local_stack.client import _refuse_unmet
+    from workers.local_stack.state import StackInfo
+
+    for name in ("RAY_ADDRESS", "PERDURE_TEMPORAL_PORT", "PERDURE_TEMPORAL_UI_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("PERDURE_RAY_PORT", raising=False)
+    info = StackInfo(
+        temporal_address="127.0.0.1:1",
+        temporal_ui="http://127.0.0.1:2",
+        ray_address="127.0.0.1:3",
+        state_dir=str(tmp_path),
+        payload_key_ids=("old",),
+    )
+    monkeypatch.setenv("PERDURE_PAYLOAD_KEYS", f"new:{NEW},old:{OLD}")
+    with pytest.raises(ConfigurationError, match=r"here: new, old; those of the embedded.*: old"):
+        _refuse_unmet(info)
+    monkeypatch.setenv("PERDURE_PAYLOAD_KEYS", f"old:{OLD}")
+    _refuse_unmet(info)

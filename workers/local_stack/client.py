@@ -21,6 +21,7 @@ from workers.local_stack.ports import (
 from workers.local_stack.processes import is_alive, kill_session, tail, wait_dead
 from workers.local_stack.services import build_services
 from workers.local_stack.state import StackInfo, StackStatus, read_status, state_dir
+from workers.payload_keys import KEYS_FILE, payload_keys
 from workers.ray_address import VARIABLE as RAY_GIVEN
 from workers.ray_address import require_listener
 
@@ -121,7 +122,7 @@ def _choose_info(folder: Path, previous: StackStatus | None) -> StackInfo:
     if given is not None:
         asyncio.run(require_listener(given))
     if previous and _reusable(previous) and not _unmet(wishes, previous.info):
-        return previous.info
+        return previous.info.model_copy(update={"payload_key_ids": tuple(payload_keys().keys)})
     temporal = choose(wishes.get(TEMPORAL_WISH), TEMPORAL_PORT, TEMPORAL_WISH)
     ui = choose(wishes.get(UI_WISH), UI_PORT, UI_WISH, taken=(temporal,))
     if given is None:
@@ -132,6 +133,7 @@ def _choose_info(folder: Path, previous: StackStatus | None) -> StackInfo:
         ray_address=given or f"{LOOPBACK}:{ray}",
         state_dir=str(folder),
         own_ray=given is None,
+        payload_key_ids=tuple(payload_keys().keys),
     )
 
 
@@ -160,6 +162,14 @@ def _refuse_unmet(info: StackInfo) -> None:
         raise ConfigurationError(
             f"{name}={wishes[name]}, but the embedded stack runs already with {has}; end it with "
             "`perdure down`, or unset the variable"
+        )
+    mine = tuple(payload_keys().keys)
+    if mine != info.payload_key_ids:
+        here, there = (", ".join(ids) or "none" for ids in (mine, info.payload_key_ids))
+        raise ConfigurationError(
+            f"payload keys here: {here}; those of the embedded stack that runs: {there}. Its "
+            "workers could not read this command's payloads: end it with `perdure down`, or set "
+            f"{KEYS_FILE} as it was"
         )
 
 

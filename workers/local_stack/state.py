@@ -31,6 +31,8 @@ class StackInfo(Carried):
     state_dir: str
     own_ray: bool = True
     """The stack runs Ray itself; else ``ray_address`` is a cluster that ``RAY_ADDRESS`` named."""
+    payload_key_ids: tuple[str, ...] = ()
+    """Ids of the keys that its workers encrypt and decrypt payloads with."""
 
     @property
     def log_dir(self) -> Path:
