@@ -55,9 +55,12 @@ def run_of_firing(loaded: Loaded, *, name: str, root: str, model: str, data: str
 
 
 def request_sha256(request: RetrainingRequest) -> str:
-    """Digest of what a firing is asked for; where the run file lies does not count."""
+    """Digest of what a firing is asked for; where the run file lies does not count.
+
+    Defaults are left out, so that an option of a later version does not change it.
+    """
     asked: Mapping[str, Any] = request.model_dump(
-        mode="json", exclude={"config_path", "config_sha256"}
+        mode="json", exclude={"config_path", "config_sha256"}, exclude_defaults=True
     )
     return document_sha256(asked)
 

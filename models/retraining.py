@@ -120,6 +120,8 @@ class Comparison(Carried):
     """Of the run's initial evaluation: the weights that it started from; None: there is none."""
     candidate: float | None
     """Of its final one."""
+    samples: int = 0
+    """Held-out samples of each evaluation."""
     updates: int
     """Completed updates at the final one."""
     max_unscored_fraction: float

@@ -117,6 +117,7 @@ def _comparison(request: RetrainingRequest, plan: FiringPlan, run: Store) -> Com
         tolerance=request.tolerance,
         parent=_number(parent, request.metric),
         candidate=_number(candidate, request.metric),
+        samples=manifest["rows"]["eval"] * resolved_run(plan).spec.evaluation.samples_per_prompt,
         updates=updates,
         max_unscored_fraction=request.max_unscored_fraction,
         parent_unscored=_number(parent, UNSCORED),

@@ -29,7 +29,8 @@ def judge(comparison: Comparison) -> tuple[Decision, str]:
     loss = parent - candidate if comparison.higher_is_better else candidate - parent
     numbers = (
         f"{name} {_shown(candidate)} after {_shown(parent)}, "
-        f"{'worse' if loss > 0 else 'better'} by {_shown(abs(loss))}, tolerance {tolerance:g}"
+        f"{'worse' if loss > 0 else 'better'} by {_shown(abs(loss))}, tolerance {tolerance:g}, "
+        f"n = {comparison.samples}"
     )
     if loss > tolerance:
         return Decision.REFUSED, f"regression: {numbers}"

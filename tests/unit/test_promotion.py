@@ -17,6 +17,7 @@ def comparison(**fields: Any) -> Comparison:
         "tolerance": 0.0,
         "parent": 0.5,
         "candidate": 0.75,
+        "samples": 512,
         "updates": 10,
         "max_unscored_fraction": 0.0,
         "parent_unscored": 0.0,
@@ -29,7 +30,7 @@ def comparison(**fields: Any) -> Comparison:
 @pytest.mark.parametrize(
     ("fields", "decision", "reason"),
     [
-        ({}, "promoted", "eval/heldout 0.75 after 0.5, better by 0.25, tolerance 0"),
+        ({}, "promoted", "eval/heldout 0.75 after 0.5, better by 0.25, tolerance 0, n = 512"),
         ({"candidate": 0.5}, "promoted", "eval/heldout 0.5 after 0.5, better by 0, tolerance 0"),
         (
             {"candidate": 0.375},

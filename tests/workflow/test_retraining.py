@@ -90,7 +90,7 @@ async def test_a_better_model_is_promoted_and_the_next_firing_starts_from_it(
     fleet.scores(0.25, 0.5)
     outcome = await firings.fire("03:00:00")
     assert outcome.decision is Decision.PROMOTED
-    assert outcome.reason == "eval/heldout 0.5 after 0.25, better by 0.25, tolerance 0"
+    assert outcome.reason == "eval/heldout 0.5 after 0.25, better by 0.25, tolerance 0, n = 1"
     name = f"{desk.name}-2026-01-05T030000"
     assert outcome.run_id == f"train/{name}Z"
     export = desk.root / "runs" / f"{name}Z" / "export-hf"
@@ -107,7 +107,9 @@ async def test_a_better_model_is_promoted_and_the_next_firing_starts_from_it(
     fleet.scores(0.5, 0.375)
     worse = await firings.fire("04:00:00")
     assert worse.decision is Decision.REFUSED
-    assert worse.reason == ("regression: eval/heldout 0.375 after 0.5, worse by 0.125, tolerance 0")
+    assert worse.reason == (
+        "regression: eval/heldout 0.375 after 0.5, worse by 0.125, tolerance 0, n = 1"
+    )
     assert desk.pointer() == pointer
 
     one, two = firings.record(1), firings.record(2)
