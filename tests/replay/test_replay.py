@@ -32,7 +32,7 @@ def test_there_are_histories_of_every_kind_of_run() -> None:
     names = {path.stem for path in HISTORIES}
     assert {
         "claim", "sequential", "overlapped", "continued", "lost_trainer", "lost_beside_collection",
-        "paused", "stopped", "cancelled", "deadline", "failed",
+        "paused", "stopped", "cancelled", "deadline", "failed", "rewound", "rewound_claim",
         "fully_async", "fully_async_lost_producer",
         "background", "background_busy", "background_failed", "evaluation_that_waited",
         "retraining", "retraining_failed", "retraining_canceled", "retraining_joined",

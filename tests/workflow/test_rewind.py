@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 
 from activities import rewinding
+from activities.background.receipts import encoded
 from activities.storage import layout
 from activities.storage.commit import intact_checkpoints
 from activities.storage.rewinds import read_rewinds
+from models.background import EvaluationReceipt
 from models.checkpoint import RewindRequest
 from models.errors import ConfigurationError, RequestRefused
+from models.evaluation import ReceiptStatus
 from models.run import RunOutcome, RunRequest, StopRequest
 from tests.support.desk import Desk, asks, until
 from workers.cli.errors import DONE
@@ -121,10 +124,28 @@ async def test_impossible_rewinds_leave_an_open_run_alone(desk: Desk) -> None:
     other = RewindSession(desk.place, few.spec.run_id, request, few, str(desk.file), ())
     with pytest.raises(ConfigurationError, match=r"core\.checkpoint_keep_last\).*perdure fork"):
         await other.run(STOP, 30)
+    with pytest.raises(RequestRefused, match="background evaluation after 3 updates still runs"):
+        await _with_open_evaluation(desk, 3)
     assert (await stage.progress()).stop is None
     gate.set()
     assert await wait_for(desk.place, loaded.spec.run_id, as_json=True) == DONE
     assert read_rewinds(stage.store) == []
+
+
+async def _with_open_evaluation(desk: Desk, update: int) -> None:
+    """Rewind to 2 updates beside a receipt of an evaluation whose workflow is open."""
+    receipt = EvaluationReceipt(
+        update=update,
+        phase="periodic",
+        status=ReceiptStatus.SUBMITTED,
+        experiment_id=f"train/{desk.stage.name}",
+    )
+    rel = layout.eval_receipt(update, "0" * 16)
+    desk.stage.store.write_bytes(rel, encoded(receipt))
+    try:
+        await session(desk, 2).run(STOP, 30)
+    finally:
+        desk.stage.store.remove_tree(rel)
 
 
 async def test_a_stop_that_would_remove_the_target_is_refused(desk: Desk) -> None:
