@@ -87,8 +87,8 @@ class PublicationTrace:
         self._log.info(f"{name}_complete", seconds=time.monotonic() - started, **details)
 
     @contextmanager
-    def watched(self, every_s: float = STACKS_EVERY_S) -> Iterator[None]:
-        """Log the stacks of all threads every ``every_s`` seconds until the block ends.
+    def watched(self, every_s: float | None = None) -> Iterator[None]:
+        """Log the stacks of all threads every ``every_s`` (60) seconds until the block ends.
 
         A thread of its own does it, so a blocked event loop is seen as well.
         """
@@ -98,7 +98,7 @@ class PublicationTrace:
         over = threading.Event()
 
         def watch() -> None:
-            while not over.wait(every_s):
+            while not over.wait(every_s or STACKS_EVERY_S):
                 self._log.warning("publication_stacks", stacks=_stacks())
 
         watcher = threading.Thread(target=watch, name="publication-watchdog", daemon=True)

@@ -3,12 +3,18 @@
 import asyncio
 import threading
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from structlog.testing import capture_logs
 
+from activities import publication_trace
 from activities.publication_trace import NAMES, PublicationTrace, diagnostics_wanted
 from models.errors import ConfigurationError
+from models.ids import RunRef
+from workers.actors.order import ActorOrder
+from workers.actors.trainer import TrainerActor
 
 
 @pytest.mark.parametrize(
@@ -67,3 +73,25 @@ async def test_a_verbose_trace_tells_steps_and_the_stacks_of_a_blocked_loop() ->
     stacks = next(entry["stacks"] for entry in logs if entry["event"] == "publication_stacks")
     assert "thread MainThread" in stacks
     assert "time.sleep(0.2)" in stacks
+
+
+def test_the_trainer_tells_where_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publication_trace, "STACKS_EVERY_S", 0.02)
+
+    class Guarded:
+        def export_weights(self, *_: object) -> str:
+            time.sleep(0.2)
+            return "exported"
+
+    actor = TrainerActor.__new__(TrainerActor)
+    run = RunRef(run_id="train/x", root=str(tmp_path), spec_sha256="s")
+    actor._order = ActorOrder(run=run, role="trainer", scratch=str(tmp_path))
+    actor._guarded = Guarded()  # type: ignore[assignment]
+    for wish, told in (("0", False), ("1", True)):
+        env = {"PERDURE_PUBLICATION_DIAGNOSTICS": wish}
+        actor._spec = SimpleNamespace(launch=SimpleNamespace(env=env))  # type: ignore[assignment]
+        with capture_logs() as logs:
+            assert actor.export_weights(None, 4) == "exported"  # type: ignore[arg-type,comparison-overlap]
+        events = {entry["event"] for entry in logs}
+        assert ("trainer_export_start" in events) is told
+        assert any("export_weights" in str(entry.get("stacks")) for entry in logs) is told

@@ -10,12 +10,15 @@ computes in the same thread; ``peek`` answers during one.
 import os
 import secrets
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
 import structlog
 
+from activities.publication_trace import PublicationTrace, diagnostics_wanted
 from activities.site import spec_of, store_of
 from activities.storage import layout
 from activities.storage.local_copy import local_folder
@@ -35,6 +38,7 @@ from workers.actors.order import (
     inherited,
     num_cores,
     trainer_threads,
+    visible_gpus,
 )
 from workers.actors.server import LOGS
 from workers.compiler_cache.transfer import compiler_cache
@@ -109,17 +113,20 @@ class TrainerActor:
     @ray.method(concurrency_group="work")
     def export_weights(self, token: FenceToken, version: int) -> WeightsRef:
         """See ``TrainerPort.export_weights``."""
-        return self._ready().export_weights(token, version)
+        with self._told("trainer_export", version):
+            return self._ready().export_weights(token, version)
 
     @ray.method(concurrency_group="work")
     def offer_weights(self, token: FenceToken, version: int) -> WeightsRef:
         """See ``TrainerPort.offer_weights``."""
-        return self._ready().offer_weights(token, version)
+        with self._told("trainer_offer", version):
+            return self._ready().offer_weights(token, version)
 
     @ray.method(concurrency_group="work")
     def pack_bucket(self, token: FenceToken, version: int, index: int) -> WeightBucket:
         """See ``TrainerPort.pack_bucket``."""
-        return self._ready().pack_bucket(token, version, index)
+        with self._told("trainer_pack", version, bucket=index):
+            return self._ready().pack_bucket(token, version, index)
 
     @ray.method(concurrency_group="work")
     def drop_bucket(self, token: FenceToken) -> None:
@@ -141,7 +148,8 @@ class TrainerActor:
     @ray.method(concurrency_group="work")
     def broadcast_bucket(self, token: FenceToken, version: int, index: int, name: str) -> None:
         """See ``TrainerPort.broadcast_bucket``."""
-        self._ready().broadcast_bucket(token, version, index, name)
+        with self._told("trainer_broadcast", version, bucket=index):
+            self._ready().broadcast_bucket(token, version, index, name)
 
     @ray.method(concurrency_group="work")
     def save(self, token: FenceToken, folder: str) -> tuple[CheckpointFile, ...]:
@@ -242,6 +250,14 @@ class TrainerActor:
         # enter() has set this process's environment: the other ranks compute in the same
         self._gang = Gang.start(order, inherited({}), logs, _end_with_rank)
         return join_ranks(Path(order.rendezvous), 0, order.world, order.timeout_s)
+
+    @contextmanager
+    def _told(self, step: str, version: int, **details: object) -> Iterator[None]:
+        """With publication diagnostics, log the step and, while it hangs, every thread's stack."""
+        trace = PublicationTrace(version, verbose=diagnostics_wanted(self._spec.launch.env))
+        gpus = visible_gpus(self._order)
+        with trace.watched(), trace.step(step, gpus=gpus, **details):
+            yield
 
     def _report_cache(self, row: dict[str, Any]) -> None:
         """Best effort, as the cache itself."""
