@@ -1,4 +1,4 @@
-"""Names in the documents are names in the code: keys of the run file, variables, files."""
+"""Names in the documents are names in the code, and numbers were measured."""
 
 import re
 from collections.abc import Iterator
@@ -54,6 +54,16 @@ def test_files_exist() -> None:
         and not each[1].startswith(MADE_BY_THE_READER)
     ]
     assert not wrong
+
+
+def test_numbers_of_the_questions_were_measured() -> None:
+    """Each number of three digits in the FAQ stands in the file of measurements."""
+    measured = (ROOT / "benchmarks" / "RESULTS.md").read_text()
+    page = (ROOT / "docs" / "faq.md").read_text()
+    numbers = re.findall(r"(?<![\w.])\d[\d,]*\d(?:\.\d+)?|(?<![\w.])\d\.\d+(?:e-\d)?", page)
+    found = [number for number in numbers if len(re.sub(r"\D", "", number)) >= 3]
+    assert len(found) > 20
+    assert not [number for number in found if number not in measured]
 
 
 def _is_file(name: str) -> bool:
