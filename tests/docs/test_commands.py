@@ -12,7 +12,7 @@ from command_checks import EXCEPTIONS, parsed
 from documents import ROOT, commands, mentioned
 from documents_reader import RUN, SECOND, Reader
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.workflow, pytest.mark.timeout(240)]
 
 
 class Phase(IntEnum):

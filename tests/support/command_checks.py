@@ -128,14 +128,13 @@ EXCEPTIONS: list[tuple[str, str, Callable[[str], None]]] = [
     (r"\. \.venv/bin/activate", "the environment of whoever tests", _environment_is_made),
     (r"docker .*", "needs a Docker engine", _images_and_services_exist),
     (r"temporal .*", "asks a server at the default address", _temporal_takes_it),
+    (r"perdure doctor services .*", "asks a service that runs code", _words_are_taken),
+    (r"perdure codec-server.*", "serves until it is ended", _words_are_taken),
     (r"(\w+=\S+ )*perdure worker .*", "serves until it is ended", _words_are_taken),
     (r"perdure run .*", "would be another run, of minutes", _run_file_is_valid),
     (r"perdure cancel .*", "ends the run, as the stop that is typed", _words_are_taken),
     (r"perdure gpu-usage .*", "needs a GPU, and takes three hours", _words_are_taken),
     (r"perdure doctor gpu .*", "fails without a GPU", _words_are_taken),
     (r"perdure evaluation resubmit .*", "needs an evaluation in background", _words_are_taken),
-    (r"perdure schedule .*", "trains for minutes, with data of its own", _words_are_taken),
-    (r"perdure codec-server", "serves until it is ended", _words_are_taken),
-    (r"perdure doctor services .*", "needs a code service", _words_are_taken),
 ]
 """Pattern of the whole command, why it is not typed, and what is checked of it instead."""

@@ -52,10 +52,8 @@ class ForkedProgram:
             )
 
     def close(self) -> None:
-        """End the process; it has no other children than running calls."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(CLOSE_S)
+        """End the process, which has no call running."""
+        self._process.communicate(timeout=CLOSE_S)
 
 
 def _become(order: dict[str, Any]) -> None:
