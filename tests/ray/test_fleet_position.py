@@ -176,7 +176,12 @@ def test_cores_are_shared_when_sampling_overlaps_training(
     assert engine_threads(run.spec, cores) == engine
 
 
-def test_exports_are_removed_where_trainers_put_them(tmp_path: Path):
+def test_exports_are_removed_where_trainers_put_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     from workers.trainers.weights import export_bases
 
     assert export_folders(str(tmp_path)) == export_bases(str(tmp_path))
+    monkeypatch.setenv("PERDURE_EXPORT_DIR", str(tmp_path / "shared"))
+    assert export_folders(str(tmp_path)) == export_bases(str(tmp_path))
+    assert {folder.parent for folder in export_bases(str(tmp_path))} == {tmp_path / "shared"}

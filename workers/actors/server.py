@@ -10,6 +10,7 @@ from types import MappingProxyType
 from activities.site import spec_of, store_of
 from configs.run import RunSpec
 from models.errors import EngineLost
+from workers.actors.listening import listen_host
 from workers.actors.order import ActorFacts, ActorOrder, describe, environment, inherited
 from workers.engines.process import ServerCommand, ServerExit, ServerProcess
 
@@ -78,7 +79,7 @@ def module_command(
     threads: int,
     variables: Mapping[str, str] = MappingProxyType({}),
 ) -> ServerCommand:
-    """``python -m module`` on a free port of loopback, with the environment of its role.
+    """``python -m module`` on a free port of this node, with the environment of its role.
 
     ``variables`` stand above all others.
     """
@@ -87,7 +88,7 @@ def module_command(
     logs = store.local_path(LOGS) if store.is_local else Path(order.scratch)
     argv = (
         *(sys.executable, "-m", module),
-        *("--host", "127.0.0.1", "--port", "0", "--ready-file", str(ready_file)),
+        *("--host", listen_host(order), "--port", "0", "--ready-file", str(ready_file)),
         *options,
     )
     return ServerCommand(

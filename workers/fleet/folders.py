@@ -18,6 +18,8 @@ def export_folders(root: str) -> tuple[Path, Path]:
     The places of ``workers.trainers.weights.export_bases``, which needs torch; a test compares.
     """
     name = f"perdure-{_key(root)}"
+    if named := os.environ.get("PERDURE_EXPORT_DIR"):
+        return Path(named) / name, Path(named) / name
     return Path("/dev/shm") / name, Path(tempfile.gettempdir()) / name
 
 

@@ -113,8 +113,13 @@ def _describe(
 
 
 def export_bases(root: str) -> tuple[Path, Path]:
-    """Where trainers of the run at ``root`` may put exports: shared memory, temporary storage."""
+    """Where trainers of the run at ``root`` may put exports: shared memory, temporary storage.
+
+    Or one folder that engines on other hosts see as well, where ``PERDURE_EXPORT_DIR`` names it.
+    """
     name = f"perdure-{hashlib.sha256(root.encode()).hexdigest()[:16]}"
+    if named := os.environ.get("PERDURE_EXPORT_DIR"):
+        return Path(named) / name, Path(named) / name
     return _SHARED_MEMORY / name, Path(tempfile.gettempdir()) / name
 
 
