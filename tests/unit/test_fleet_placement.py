@@ -12,6 +12,7 @@ from tests.unit.test_config_placement import spec
 from workers.actors.order import ActorOrder, environment
 from workers.fleet.engines import shared_gpus
 from workers.fleet.placement import engine_bundles, shortage, trainer_bundle
+from workers.trainers.gang import private
 
 
 def placed(mode: str, engines: int, parallel: int, processes: int = 4) -> RunSpec:
@@ -74,3 +75,19 @@ def test_a_process_without_gpus_sees_none(tmp_path: Path) -> None:
     shared = environment(order.model_copy(update={"gpus": ("2", "3")}), spec(), 1)
     assert shared["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert (shared["NCCL_CUMEM_ENABLE"], shared["NCCL_NVLS_ENABLE"]) == ("0", "0")
+
+
+def test_every_process_has_a_cache_of_model_code_of_its_own(tmp_path: Path) -> None:
+    run = RunRef(run_id="train/a", root=str(tmp_path), spec_sha256="0")
+    orders = [
+        ActorOrder(run=run, role=role, rank=rank, scratch=str(tmp_path))
+        for role, rank in (("trainer", 0), ("engine", 0), ("engine", 1), ("engine", 1))
+    ]
+    caches = [environment(order, spec(), 1)["HF_MODULES_CACHE"] for order in orders]
+    caches += [
+        private({"HF_MODULES_CACHE": caches[0]}, rank)["HF_MODULES_CACHE"] for rank in (1, 2)
+    ]
+
+    assert len(set(caches)) == 6
+    assert all(Path(cache).parent == tmp_path for cache in caches)
+    assert private({"A": "1"}, 1) == {"A": "1"}

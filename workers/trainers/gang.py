@@ -26,6 +26,7 @@ from models.ids import RunRef
 from workers.engines.process import leashed
 
 MODULE = "workers.trainers.rank_process"
+MODULES_CACHE = "HF_MODULES_CACHE"
 _LAST_WORDS_S = 1.0
 """How long a broken collective waits for the exit of the rank that broke it."""
 _CLOSE_S = 3.0
@@ -44,6 +45,12 @@ class RankOrder(Frozen):
     """A file that does not exist yet, where the ranks find each other."""
     timeout_s: float
     """For the ranks to meet, and for every collective."""
+
+
+def private(env: Mapping[str, str], rank: int) -> dict[str, str]:
+    """``env`` with a cache of generated model code of this rank's own: sharing one is a race."""
+    modules = env.get(MODULES_CACHE)
+    return {**env, MODULES_CACHE: f"{modules}-rank{rank}"} if modules else dict(env)
 
 
 class Gang:
@@ -79,7 +86,7 @@ class Gang:
         try:
             for rank in range(1, order.world):
                 log = logs / f"trainer-rank{rank}.log"
-                member = _Member(rank, dict(env), log, gang._ended)
+                member = _Member(rank, private(env, rank), log, gang._ended)
                 gang._members.append(member)
                 member.tell(order.model_copy(update={"rank": rank}).model_dump_json())
         except BaseException:
