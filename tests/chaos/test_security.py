@@ -16,7 +16,7 @@ from kill_harness import Stack, write_config
 
 from workers.local_stack.state import ray_temp_dir
 
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
 
 CANARY = "canary7Hq2xT9wZ"
 SECRETS = {
@@ -30,7 +30,7 @@ SECRETS = {
 }
 LOOPBACK = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
 DEADLINE_S = 150.0
-RUN_S = 20.0
+RUN_S = 10.0
 """Of training: engines and router must still be there when they are asked."""
 JOIN = """
 import ray
