@@ -46,8 +46,8 @@ PLACEHOLDERS = {
     r"\bNAME\b": RUN,
     r"\bFILE\b": f"configs/recipes/{RUN}.toml",
     r"\bROOT\b": f"runs/{RUN}",
-    r"--at UPDATES --to runs/\S+$": "--at 4 --to runs/warmer --set optimizer.learning_rate=2e-5",
-    r"--to UPDATES$": '--to 4 --reason "reward fell after update 6"',
+    r"--at UPDATES --to runs/\S+$": "--at 8 --to runs/warmer --set optimizer.learning_rate=4e-5",
+    r"--to UPDATES$": '--to 8 --reason "reward fell after update 10"',
     "s3://prompts/": "prompts/",
     rf"(?<=^perdure stop ){RUN}\b": SECOND,
 }
