@@ -78,7 +78,7 @@ def test_a_marker_that_names_files_elsewhere_is_none(tmp_path: Path) -> None:
     assert after is None or after.folder != before.folder
 
 
-@pytest.mark.parametrize("name", ["../x.safetensors", "/tmp/x.safetensors", 7])
+@pytest.mark.parametrize("name", ["../x.safetensors", "/x.safetensors", 7])
 def test_an_index_names_shards_of_its_own_folder(tmp_path: Path, name: object) -> None:
     index = {"weight_map": {"model.embed_tokens.weight": name}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
