@@ -178,8 +178,8 @@ def plan_steps(
     """Deal the samples to optimizer steps of equal size by a seeded permutation.
 
     Siblings of one step that all have advantage zero are left out of the model, which is exact
-    unless the loss has a term without the advantage (``keep_tied``). A step
-    without any advantage at all is inactive either way: it would step on momentum alone.
+    unless the loss has a term without the advantage, or routers are to be counted (``keep_tied``).
+    A step without any advantage at all is inactive either way: it would step on momentum alone.
     """
     size, rest = divmod(len(batch.samples), num_steps)
     if rest or not size:

@@ -149,7 +149,8 @@ class LocalTrainer:
         with agreed(self.ranks):
             batch = accepted(self.spec, groups)
             lag = batch.versions.lag(self.policy_version, self.spec.max_group_age)
-        keep_tied = self._judge.settings.needs_every_sample
+        # The load of routers is of every sample of a step, not of those with a gradient alone.
+        keep_tied = self._judge.settings.needs_every_sample or bool(self._routing.names)
         plans = plan_steps(batch, self.spec.steps_per_update, seed, keep_tied=keep_tied)
         tally = UpdateTally()
         steps = [plan for plan in plans if plan.has_signal]

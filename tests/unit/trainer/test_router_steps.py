@@ -92,22 +92,19 @@ def test_metrics_are_means_over_the_steps_of_an_update(make_spec, make_groups, m
         assert report.metrics[f"train/auxiliary_{name}"] == pytest.approx(mean, rel=1e-12)
 
 
-@pytest.mark.parametrize("key", sorted(WEIGHTS))
-def test_a_router_loss_computes_tied_samples_as_well(make_spec, make_groups, mixture_dir, key):
-    found = []
-    for weight in (0.0, 0.1):
-        spec = make_spec(
-            training={key: weight}, output={"root": f"{mixture_dir}-root-{key}-{weight}"}
-        )
-        groups = make_groups(advantages=TIED)
-        report = LocalTrainer(spec, mixture_dir).optimize(0, "a", groups)
-        (event,) = events(spec, "optimizer")
-        found.append((event["auxiliary_response_denominator"], event["auxiliary_denominator"]))
-        assert event["auxiliary_denominator"] == event["normalization"]["model_tokens"]
-        assert report.metrics["train/mixed_reward_groups"] == 1
-        assert "train/auxiliary_router_z" in report.metrics
-    lengths = lengths_of(TrainingBatch.of(groups))
-    assert found == [(4, sum(lengths[:4])), (8, sum(lengths))]
+@pytest.mark.parametrize("weights", [{}, WEIGHTS])
+def test_a_mixture_computes_tied_samples_as_well(make_spec, make_groups, mixture_dir, weights):
+    """Their tokens count in the load of routers, and have a part in auxiliary losses."""
+    spec = make_spec(training=weights)
+    groups = make_groups(advantages=TIED)
+    report = LocalTrainer(spec, mixture_dir).optimize(0, "a", groups)
+    tokens = sum(lengths_of(TrainingBatch.of(groups)))
+    (event,), (load,) = events(spec, "optimizer"), events(spec, "router_load")
+    assert event["auxiliary_response_denominator"] == 8
+    assert event["auxiliary_denominator"] == event["normalization"]["model_tokens"] == tokens
+    assert {layer["assignments"] for layer in load["layers"].values()} == {tokens * TOP_K}
+    assert report.metrics["train/mixed_reward_groups"] == 1
+    assert "train/auxiliary_router_z" in report.metrics
 
 
 def test_the_balance_of_packs_is_that_of_their_own_counts(make_spec, make_groups, mixture_dir):
