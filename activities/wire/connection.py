@@ -28,12 +28,14 @@ class EngineConnection:
     ) -> None:
         """``token``: what the server asks for; default: this process's own."""
         self.url = url.rstrip("/")
+        self._transport = transport or LaneTransport()
+        self._authorization = bearer(token or engine_token())
         self._http = httpx.AsyncClient(
             base_url=self.url,
-            transport=transport or LaneTransport(),
+            transport=self._transport,
             timeout=None,  # every call brings its own deadline
             trust_env=False,  # a proxy from the environment must not see engine traffic
-            headers=bearer(token or engine_token()),
+            headers=self._authorization,
         )
 
     async def aclose(self) -> None:

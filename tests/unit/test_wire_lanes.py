@@ -3,6 +3,7 @@
 import asyncio
 import gzip
 import json
+import socket
 
 import httpx
 import pytest
@@ -101,3 +102,70 @@ async def test_a_closed_client_refuses_calls(server, http):
     await http.aclose()
     with pytest.raises(RuntimeError):
         await http.post(server.url, json=1)
+
+
+async def serving(answers):
+    """A server that says ``answers``, one a call, and hangs up; and its address."""
+    rest = iter(answers)
+    connections = []
+
+    async def serve(reader, writer):
+        connections.append(writer)
+        while await reader.read(1 << 16):
+            answer = next(rest)
+            writer.write(answer)
+            if answer.endswith(b"hang up"):
+                break
+        writer.close()
+
+    listener = await asyncio.start_server(serve, "127.0.0.1", 0)
+    return listener, connections, f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+
+
+GOOD = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
+
+
+async def test_a_connection_that_the_server_closed_while_nobody_looked_is_not_used_again(http):
+    listener, connections, url = await serving([GOOD, GOOD])
+    async with listener:
+        assert (await http.get(url)).text == "ok"
+        (first,) = connections
+        first.get_extra_info("socket").shutdown(socket.SHUT_WR)  # the loop did not see it yet
+        assert (await http.get(url)).text == "ok"
+        assert len(connections) == 2
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"hang up", b"no HTTP at all\r\n\r\n", b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhang up"],
+)
+async def test_an_answer_that_is_not_whole_is_a_transport_error(http, answer):
+    listener, _, url = await serving([answer])
+    async with listener:
+        with pytest.raises(httpx.RemoteProtocolError):
+            async with asyncio.timeout(5):
+                await http.post(url, json=1)
+
+
+async def test_answers_of_every_framing_are_whole(http):
+    chunked = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1\r\no\r\n1\r\nk\r\n0\r\n\r\n"
+    early = b"HTTP/1.1 100 Continue\r\n\r\n" + GOOD
+    to_the_end = b"HTTP/1.1 200 OK\r\n\r\nuntil they hang up"
+    listener, connections, url = await serving([chunked, early, to_the_end])
+    async with listener:
+        found = [(await http.post(url, json=1)).text for _ in range(3)]
+    assert found == ["ok", "ok", "until they hang up"]
+    assert len(connections) == 1
+
+
+async def test_nobody_there_is_a_connect_error(http):
+    listener, _, url = await serving([])
+    listener.close()
+    await listener.wait_closed()
+    with pytest.raises(httpx.ConnectError):
+        await http.post(url, json=1)
+
+
+async def test_a_header_that_http_does_not_take_is_not_sent(server, http):
+    with pytest.raises(httpx.LocalProtocolError):
+        await http.post(server.url, json=1, headers={"x-bad": "two\nlines"})

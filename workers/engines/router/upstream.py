@@ -1,16 +1,12 @@
-"""HTTP/1.1 connections from the router to one engine. One call is one request, never repeated.
-
-A general client costs several times as much per call; a call here is one write and one future.
-"""
+"""HTTP/1.1 connections from the router to one engine. One call is one request, never repeated."""
 
 import asyncio
 from collections import deque
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-import h11
-
 from activities.wire.token import bearer
+from activities.wire.whole_calls import CallConnection, CallLost
 from models.errors import ConfigurationError
 
 IDLE_S = 3.0
@@ -42,8 +38,8 @@ class Upstream:
         self._host, self._port = parts.hostname, parts.port or 80
         self._headers = [(b"host", parts.netloc.encode())]
         self._headers += [(n.encode(), v.encode()) for n, v in bearer(token).items()]
-        self._idle: deque[_Connection] = deque()
-        self._open: set[_Connection] = set()
+        self._idle: deque[CallConnection] = deque()
+        self._open: set[CallConnection] = set()
         self._closed = False
 
     async def call(self, method: bytes, path: bytes, body: bytes = b"") -> Answer:
@@ -54,7 +50,9 @@ class Upstream:
         """
         connection = self._reused() or await self._connect()
         try:
-            answer = await connection.ask(method, path, body)
+            answer = await connection.ask(method, path, self._headers_of(method, body), body)
+        except CallLost as error:
+            raise UpstreamLost(str(error)) from error
         except BaseException:
             connection.hang_up()
             raise
@@ -62,7 +60,8 @@ class Upstream:
             self._idle.append(connection)
         else:
             connection.hang_up()
-        return answer
+        kind = next((value for name, value in answer.headers if name == b"content-type"), b"")
+        return Answer(answer.status, kind, answer.body)
 
     def drop_idle(self) -> None:
         """Close connections that are idle for too long."""
@@ -77,23 +76,23 @@ class Upstream:
         for connection in tuple(self._open):
             connection.hang_up()
 
-    def _reused(self) -> "_Connection | None":
+    def _reused(self) -> CallConnection | None:
         """The connection that was used last, if the engine can be taken to hold it open."""
         oldest = asyncio.get_running_loop().time() - IDLE_S
         while self._idle:
             connection = self._idle.pop()
-            if connection.reusable and connection.idle_since >= oldest:
+            if connection.reusable and connection.idle_since >= oldest and connection.is_quiet:
                 return connection
             connection.hang_up()
         return None
 
-    async def _connect(self) -> "_Connection":
+    async def _connect(self) -> CallConnection:
         self._require_open()
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 _, connection = await loop.create_connection(
-                    lambda: _Connection(self._headers, self._open), self._host, self._port
+                    lambda: CallConnection(self._open), self._host, self._port
                 )
         except (TimeoutError, OSError) as error:
             raise UpstreamLost(f"no connection: {str(error) or 'timed out'}") from error
@@ -104,105 +103,12 @@ class Upstream:
             raise
         return connection
 
+    def _headers_of(self, method: bytes, body: bytes) -> list[tuple[bytes, bytes]]:
+        if method == b"GET":
+            return self._headers
+        length = (b"content-length", b"%d" % len(body))
+        return [*self._headers, (b"content-type", b"application/json"), length]
+
     def _require_open(self) -> None:
         if self._closed:
             raise UpstreamLost("the engine is not used any more")
-
-
-class _Connection(asyncio.Protocol):
-    """One connection, one call at a time. Is in ``members`` while it is open."""
-
-    def __init__(self, headers: list[tuple[bytes, bytes]], members: set["_Connection"]) -> None:
-        self._headers = headers
-        self._members = members
-        self._http = h11.Connection(h11.CLIENT)
-        self._transport: asyncio.Transport | None = None
-        self._answer: asyncio.Future[Answer] | None = None
-        self._head: h11.Response | None = None
-        self._body: list[bytes] = []
-        self.idle_since = 0.0
-
-    @property
-    def reusable(self) -> bool:
-        """Whether another call may be made on it."""
-        return self._transport is not None and self._http.our_state is h11.IDLE
-
-    def ask(self, method: bytes, path: bytes, body: bytes) -> asyncio.Future[Answer]:
-        """Send a call; the future fails with ``UpstreamLost`` when the connection ends first."""
-        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        if self._transport is None:
-            answer.set_exception(UpstreamLost("the engine hung up"))
-            return answer
-        self._answer = answer
-        headers = list(self._headers)
-        if method != b"GET":
-            headers.append((b"content-type", b"application/json"))
-            headers.append((b"content-length", b"%d" % len(body)))
-        head = self._http.send(h11.Request(method=method, target=path, headers=headers))
-        # One write and so, mostly, one packet; h11 would only hand the body's bytes back.
-        self._http.send_with_data_passthrough(h11.Data(data=body))
-        self._http.send(h11.EndOfMessage())
-        self._transport.write((head or b"") + body)
-        return answer
-
-    def hang_up(self) -> None:
-        """Close at once, whatever is on the way."""
-        if self._transport is not None:
-            self._transport.abort()
-        self._lose("the call was given up")
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """asyncio: it is open."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        self._members.add(self)
-
-    def data_received(self, data: bytes) -> None:
-        """asyncio: bytes of an answer."""
-        self._read(data)
-
-    def eof_received(self) -> None:
-        """asyncio: the engine sends no more; an answer without a length ends so."""
-        self._read(b"")
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """asyncio: it is closed."""
-        self._lose(f"the engine hung up: {exc}" if exc else "the engine hung up")
-
-    def _read(self, data: bytes) -> None:
-        try:
-            self._http.receive_data(data)
-            while (event := self._http.next_event()) is not h11.NEED_DATA:
-                if isinstance(event, h11.Response):
-                    self._head = event
-                elif isinstance(event, h11.Data):
-                    self._body.append(bytes(event.data))
-                elif isinstance(event, h11.EndOfMessage):
-                    self._finish()
-                    return
-                elif event is h11.PAUSED or isinstance(event, h11.ConnectionClosed):
-                    self.hang_up()
-                    return
-        except h11.RemoteProtocolError as error:
-            if self._transport is not None:
-                self._transport.abort()
-            self._lose(f"no HTTP: {error}" if data else "the engine hung up")
-
-    def _finish(self) -> None:
-        """The answer is complete; the connection is idle, or over when the engine says so."""
-        head, answer = self._head, self._answer
-        body = b"".join(self._body)
-        self._head, self._answer, self._body = None, None, []
-        if self._http.our_state is h11.DONE and self._http.their_state is h11.DONE:
-            self._http.start_next_cycle()
-            self.idle_since = asyncio.get_running_loop().time()
-        if answer is not None and not answer.done() and head is not None:
-            kind = next((value for name, value in head.headers if name == b"content-type"), b"")
-            answer.set_result(Answer(head.status_code, kind, body))
-
-    def _lose(self, reason: str) -> None:
-        self._transport = None
-        self._members.discard(self)
-        if self._answer is not None and not self._answer.done():
-            self._answer.set_exception(UpstreamLost(reason))
-        self._answer = None
