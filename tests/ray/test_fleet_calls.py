@@ -22,7 +22,9 @@ def plain_actor() -> type:
     """Defined inside a function, so that Ray ships it by value to workers without this file."""
 
     class Plain:
-        def __init__(self, tag: str = "") -> None:
+        def __init__(self, tag: str = "", error: Exception | None = None) -> None:
+            if error is not None:
+                raise error
             self.tag = tag
             self.cancelled = False
             self.finished = False
@@ -45,6 +47,20 @@ def plain_actor() -> type:
             return (self.cancelled, self.finished)
 
     return Plain
+
+
+async def test_what_a_constructor_refuses_is_no_loss(cluster: RayCluster):
+    for error, raised in (
+        (ConfigurationError("install the extra perdure[s3]"), ConfigurationError),
+        (ServiceUnreachable("not now"), TrainerLost),
+        (ZeroDivisionError("1 / 0"), TrainerLost),
+    ):
+        await cluster.create(plain_actor(), RUN_ID, "trainer", {"num_cpus": 0}, {}, "", error)
+        with pytest.raises(raised) as caught:
+            await RemoteActor(cluster, RUN_ID, "trainer", TrainerLost).call("facts")
+        assert type(caught.value) is raised
+        assert str(error) in str(caught.value) or raised is TrainerLost
+    await cluster.kill_named(RUN_ID, "trainer")
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from typing import Any
 import structlog
 
 from activities.slow_waits import told_while_slow
-from models.errors import ActorLost, ServiceUnreachable
+from models.errors import ActorLost, PerdureError, ServiceUnreachable, all_errors
 from workers.fleet.cluster import RayCluster
 
 QUICK_TIMEOUT_S = 30.0
@@ -142,6 +142,8 @@ async def settle(
     except ActorUnavailableError as error:
         raise _OutOfReachError(_reason(error)) from error
     except RayActorError as error:
+        if (refusal := _refusal(error)) is not None:
+            raise refusal from error
         raise lost(f"{who} died during {what}: {_reason(error)}") from error
     except TaskCancelledError as error:
         raise lost(f"{who}: {what} was cancelled inside the actor") from error
@@ -158,6 +160,16 @@ def _cause(error: Any) -> BaseException:
         return RuntimeError(str(error))
     cause.add_note(f"raised inside an actor:\n{error}")
     return cause
+
+
+def _refusal(error: Exception) -> PerdureError | None:
+    """What the actor's constructor raised, where no repetition helps; Ray has it as text only."""
+    text = str(error).strip()
+    kind, _, message = text.rpartition("\n")[2].partition(": ")
+    for leaf in all_errors():
+        if kind == f"{leaf.__module__}.{leaf.__qualname__}" and not leaf.retryable:
+            return leaf(message) if "creation task" in text else None
+    return None
 
 
 def _reason(error: Exception) -> str:
