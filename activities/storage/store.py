@@ -153,19 +153,19 @@ class Store:
         options = orjson.OPT_SORT_KEYS | orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
         self.write_bytes(rel, orjson.dumps(value, option=options))
 
-    def append_jsonl(self, rel: str, *rows: Mapping[str, Any]) -> None:
-        """Append a line for each row; concurrent callers never mix their bytes. NaN becomes null.
+    def append_jsonl(self, rel: str, row: Mapping[str, Any]) -> None:
+        """Append one line; concurrent callers never mix their bytes. NaN becomes null.
 
-        Local: one ``O_APPEND`` write. Object stores cannot append: there the rows of a call are an
-        object ``<rel>.parts/<number>-<unique>.jsonl`` and ``read_jsonl`` joins them by number.
+        Local: one ``O_APPEND`` write. Object stores cannot append: there each row is an object
+        ``<rel>.parts/<number>-<unique>.jsonl`` and ``read_jsonl`` joins them by number.
         """
-        lines = b"\n".join(orjson.dumps(dict(row), option=orjson.OPT_SORT_KEYS) for row in rows)
+        line = orjson.dumps(dict(row), option=orjson.OPT_SORT_KEYS)
         with storage_errors(self._where(rel)):
             if self._is_local:
-                atomic.append_line(self.local_path(rel), lines)
+                atomic.append_line(self.local_path(rel), line)
             else:
                 part = f"{self._next_number(rel):020d}-{uuid.uuid4().hex[:12]}.jsonl"
-                self._objects.write(self._full(f"{rel}{_PARTS}/{part}"), lines + b"\n")
+                self._objects.write(self._full(f"{rel}{_PARTS}/{part}"), line + b"\n")
 
     def read_jsonl(self, rel: str) -> JsonlRows:
         """Rows of ``rel`` (none when it is missing). Torn lines are skipped, counted and logged.
