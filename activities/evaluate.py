@@ -4,7 +4,7 @@ import asyncio
 
 from activities.healing import with_healing
 from activities.heartbeat import beating
-from activities.rows import append_metrics, eval_metrics
+from activities.rows import append_metrics, eval_metrics, eval_samples
 from activities.site import Site, spec_of, store_of
 from activities.timing import timed
 from models.errors import ProducerLost
@@ -36,6 +36,7 @@ async def _evaluate(site: Site, request: EvaluateRequest, token: FenceToken) -> 
             site, run, token, spec, lambda: producer.evaluate(token, request)
         )
         metrics = eval_metrics(report)
-        await asyncio.to_thread(append_metrics, store, "eval", request.update, metrics)
+        names = eval_samples(report)
+        await asyncio.to_thread(append_metrics, store, "eval", request.update, metrics, names)
     site.tracker.log(run, metrics)
     return report

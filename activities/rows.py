@@ -58,7 +58,19 @@ def eval_metrics(report: EvaluationReport) -> dict[str, float]:
     }
 
 
-def append_metrics(store: Store, kind: str, update: int, metrics: Mapping[str, float]) -> None:
+def eval_samples(report: EvaluationReport) -> dict[str, str]:
+    """Which file the row of an evaluation speaks of, and its digest where one was taken."""
+    digest = {"sha256": report.sha256} if report.sha256 else {}
+    return {"uri": report.uri, **digest}
+
+
+def append_metrics(
+    store: Store,
+    kind: str,
+    update: int,
+    metrics: Mapping[str, float],
+    names: Mapping[str, str] | None = None,
+) -> None:
     """Append one row to ``metrics.jsonl``. A retry may repeat a row: the last of its kind counts.
 
     Args:
@@ -67,11 +79,12 @@ def append_metrics(store: Store, kind: str, update: int, metrics: Mapping[str, f
         update: index of the update; for ``eval`` the number of finished ones.
         metrics: declared names only; ``ContractViolation`` otherwise or for a value that is not
             finite.
+        names: what else the row says that is no number.
     """
     refuse_undeclared(metrics)
     refuse_non_finite(f"{kind} metrics of update {update}", metrics)
-    row: dict[str, Any] = {"kind": kind, "update": update, "time_unix": time.time(), **metrics}
-    store.append_jsonl(layout.METRICS, row)
+    row: dict[str, Any] = {"kind": kind, "update": update, "time_unix": time.time()}
+    store.append_jsonl(layout.METRICS, {**row, **(names or {}), **metrics})
 
 
 def refuse_non_finite(what: str, values: Mapping[str, float]) -> None:

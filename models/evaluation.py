@@ -35,6 +35,8 @@ class EvaluationReport(Frozen):
     mean_response_tokens: float
     uri: str
     """Parquet file of the evaluated samples, relative to the output root."""
+    sha256: str = ""
+    """Of that file, in hex; empty in reports of versions that recorded none."""
     seconds: float
     metrics: dict[str, float] = Field(default_factory=dict)
 

@@ -2,17 +2,27 @@
 
 import io
 import re
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from activities.analysis.completion import Check, Flaw, Root, numbers, recorded_names, try_read
+from activities.analysis.completion import (
+    Check,
+    Flaw,
+    Root,
+    file_flaws,
+    numbers,
+    recorded_names,
+    try_read,
+)
 from activities.background.receipts import COMPLETE, receipts
 from activities.storage import layout
 
 _PARQUET = re.compile(r"eval_(\d{7,})\.e(\d+)\.parquet")
+Row = dict[str, Any]
 _AGAIN = "evaluate the checkpoint or export of that update again, or restore the file from a copy"
 
 
@@ -33,37 +43,57 @@ def check_evaluations(root: Root) -> Check:
     """Whether each expected evaluation is on record, with the samples that it should have."""
     wanted = expected_evaluations(root)
     background = root.plan is not None and root.plan.eval_background
-    flaws = _background_flaws(root, wanted) if background else _shared_flaws(root, wanted)
+    found = root.store.read_jsonl(layout.METRICS).rows
+    rows = [row for row in found if row.get("kind") == "eval"]
+    flaws = (_background_flaws if background else _shared_flaws)(root, wanted, rows)
     evidence = f"{len(wanted)} expected, after {numbers(wanted)} updates"
     if not background:
         evidence += f", {_samples(root) or '?'} samples each"
+    last = _last_rows(rows)
+    unproved = [update for update in wanted if update in last and "sha256" not in last[update]]
+    if unproved:
+        evidence += f"; no digest recorded after {numbers(unproved)} updates"
+    elif wanted:
+        evidence += ", by SHA-256"
     return Check("evaluations", evidence, tuple(flaws))
 
 
-def _shared_flaws(root: Root, wanted: list[int]) -> list[Flaw]:
-    rows = root.store.read_jsonl(layout.METRICS).rows
-    measured = {row.get("update") for row in rows if row.get("kind") == "eval"}
+def _last_rows(rows: list[Row]) -> dict[int, Row]:
+    """Finished updates -> the last row of their evaluation."""
+    return {int(row["update"]): row for row in rows}
+
+
+def _shared_flaws(root: Root, wanted: list[int], rows: list[Row]) -> list[Flaw]:
+    last = _last_rows(rows)
     epochs: dict[int, int] = {}
     for match in recorded_names(root.store, layout.ROLLOUTS, _PARQUET):
         update = int(match[1])
         epochs[update] = max(int(match[2]), epochs.get(update, 0))
     flaws = []
     for update in wanted:
-        if update not in measured:
+        row = last.get(update, {})
+        if not row:
             problem = f"no row of the evaluation after {update} updates"
             flaws.append(Flaw(root.path(layout.METRICS), problem, _AGAIN))
-        rel = layout.eval_parquet(update, epochs.get(update, 1))
-        found = try_read(partial(_num_rows, root, rel))
-        expected = _samples(root)
-        if isinstance(found, str):
-            flaws.append(Flaw(root.path(rel), found, _AGAIN))
-        elif expected is not None and found != expected:
-            problem = f"{found} samples instead of {expected}"
-            flaws.append(Flaw(root.path(rel), problem, _AGAIN))
+        rel = row.get("uri") or layout.eval_parquet(update, epochs.get(update, 1))
+        changed = list(file_flaws(root, rel, None, row.get("sha256"), _AGAIN))
+        flaws += changed or _count_flaws(root, rel)
     return flaws
 
 
-def _background_flaws(root: Root, wanted: list[int]) -> list[Flaw]:
+def _count_flaws(root: Root, rel: str) -> Iterator[Flaw]:
+    """Whether the Parquet file ``rel`` has a row for each sample that was asked for."""
+    found = try_read(partial(_num_rows, root, rel))
+    expected = _samples(root)
+    if isinstance(found, str):
+        yield Flaw(root.path(rel), found, _AGAIN)
+    elif expected is not None and found != expected:
+        yield Flaw(root.path(rel), f"{found} samples instead of {expected}", _AGAIN)
+
+
+def _background_flaws(root: Root, wanted: list[int], rows: list[Row]) -> list[Flaw]:
+    digests = {row.get("uri"): row.get("sha256") for row in rows}
+
     complete: set[int] = set()
     places: dict[int, str] = {}
     flaws = []
@@ -74,8 +104,7 @@ def _background_flaws(root: Root, wanted: list[int]) -> list[Flaw]:
         complete.add(receipt.update)
         for name in (layout.EVAL_PROVENANCE, layout.EVAL_SAMPLES, layout.EVAL_SCORES):
             result = f"{layout.eval_results(rel)}/{name}"
-            if not root.store.exists(result):
-                flaws.append(Flaw(root.path(result), "missing", _AGAIN))
+            flaws += file_flaws(root, result, None, digests.get(result), _AGAIN)
     for update in wanted:
         if update in complete:
             continue

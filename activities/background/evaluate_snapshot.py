@@ -23,7 +23,7 @@ from activities.background.receipts import (
 )
 from activities.background.snapshot import prune_snapshots
 from activities.heartbeat import beating
-from activities.rows import append_metrics, eval_metrics
+from activities.rows import append_metrics, eval_metrics, eval_samples
 from activities.site import Site, spec_of, store_of
 from activities.storage import layout
 from activities.storage.store import Store
@@ -190,7 +190,8 @@ async def _publish(
     publication = f"{folder}/{layout.EVAL_PUBLICATION}"
     told = await asyncio.to_thread(store.read_json, publication)
     if told.get("status") != "published":
-        await asyncio.to_thread(append_metrics, store, "eval", report.update, metrics)
+        names = eval_samples(report)
+        await asyncio.to_thread(append_metrics, store, "eval", report.update, metrics, names)
         site.tracker.log(order.run, metrics)
         await asyncio.to_thread(store.write_json, publication, {"status": "published"})
     result = {"status": COMPLETE, "folder": folder, "reward": report.reward_mean}

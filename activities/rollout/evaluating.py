@@ -119,5 +119,5 @@ class SharedEvaluation:
         uri = eval_parquet(request.update, request.epoch)
         report = evaluation_report(request, groups.groups, uri, time.monotonic() - started)
         self._parts.epochs.admit(FenceToken(epoch=request.epoch, update=0, attempt=0))
-        await asyncio.to_thread(write_collection, self._parts.store, uri, groups.groups)
-        return report
+        sha256 = await asyncio.to_thread(write_collection, self._parts.store, uri, groups.groups)
+        return report.model_copy(update={"sha256": sha256})

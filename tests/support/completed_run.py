@@ -85,9 +85,10 @@ class CompletedRun(SyntheticRun):
         """Write samples and row of an evaluation after ``updates`` updates."""
         draws = self.source_at(self.position()).draw(HELD_OUT)
         groups = [group_of(draw, updates, (1.0,)) for draw in draws]
-        write_collection(self.store, layout.eval_parquet(updates, self.epoch), groups)
+        uri = layout.eval_parquet(updates, self.epoch)
+        sha256 = write_collection(self.store, uri, groups)
         row = {"kind": "eval", "update": updates, "eval/step": updates}
-        self.store.append_jsonl(layout.METRICS, row)
+        self.store.append_jsonl(layout.METRICS, {**row, "uri": uri, "sha256": sha256})
 
     def export(self) -> None:
         """Write a finished export."""

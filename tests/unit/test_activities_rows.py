@@ -5,7 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from activities.rows import append_metrics, eval_metrics, rollout_metrics, train_metrics
+from activities.rows import (
+    append_metrics,
+    eval_metrics,
+    eval_samples,
+    rollout_metrics,
+    train_metrics,
+)
 from activities.storage import layout
 from activities.storage.store import Store
 from activities.timing import timed
@@ -61,6 +67,15 @@ def test_an_eval_row_is_named_after_its_set() -> None:
     refuse_undeclared(row)
     assert row["eval/step"] == 5
     assert row["eval/words"] == 0.5
+    assert eval_samples(report) == {"uri": "u"}
+    assert eval_samples(report.model_copy(update={"sha256": "ab"}))["sha256"] == "ab"
+
+
+def test_a_row_names_the_file_that_it_is_about(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    append_metrics(store, "eval", 5, {"eval/step": 5}, {"uri": "u", "sha256": "ab"})
+    (row,) = store.read_jsonl(layout.METRICS).rows
+    assert (row["kind"], row["update"], row["uri"], row["sha256"]) == ("eval", 5, "u", "ab")
 
 
 def test_undeclared_and_non_finite_values_are_refused(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Proving a run complete from its root: what holds, and each way in which it does not."""
 
+import hashlib
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,9 @@ def test_complete_run_holds_in_every_check(run: CompletedRun) -> None:
     assert verification.export == "export-hf"
     evidence = {check.name: check.evidence for check in verification.checks}
     assert evidence["updates"] == "8 of 8, policy version 8"
-    assert evidence["evaluations"] == "3 expected, after 0, 4, 8 updates, 3 samples each"
+    assert (
+        evidence["evaluations"] == "3 expected, after 0, 4, 8 updates, 3 samples each, by SHA-256"
+    )
     assert evidence["checkpoints"].startswith("2 of updates 3, 7, expected 3, 7; 4 files, ")
     assert evidence["collections"] == "8 with 64 samples, by SHA-256"
 
@@ -176,6 +179,30 @@ def test_evaluation_with_fewer_samples(run: CompletedRun) -> None:
     expected = [layout.eval_parquet(each, 1) for each in (0, 4, 8)]
     assert [each[1] for each in found] == expected
     assert {each[2] for each in found} == {"3 samples instead of 5"}
+
+
+def test_flipped_byte_in_the_samples_of_an_evaluation(run: CompletedRun) -> None:
+    path = layout.eval_parquet(4, 1)
+    data = bytearray(run.store.read_bytes(path))
+    recorded = hashlib.sha256(data).hexdigest()
+    data[len(data) // 2] ^= 1
+    run.store.write_bytes(path, bytes(data))
+    found = hashlib.sha256(data).hexdigest()
+    problem = f"other content: SHA-256 {found}, recorded {recorded}"
+    assert only_flaw(run) == ("evaluations", path, problem)
+
+
+def test_evaluations_of_a_run_that_recorded_no_digest(run: CompletedRun) -> None:
+    rows = run.store.read_jsonl(layout.METRICS).rows
+    run.store.remove_tree(layout.METRICS)
+    for row in rows:
+        if row.get("update") == 4:
+            row = {name: value for name, value in row.items() if name not in ("uri", "sha256")}
+        run.store.append_jsonl(layout.METRICS, row)
+    verification = verify(run.store.root)
+    assert verification.is_complete
+    evidence = {check.name: check.evidence for check in verification.checks}
+    assert evidence["evaluations"].endswith("; no digest recorded after 4 updates")
 
 
 def test_root_of_another_run(run: CompletedRun) -> None:

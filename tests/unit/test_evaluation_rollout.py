@@ -32,6 +32,7 @@ async def test_every_row_and_sample_comes_back(rig):
     await producer.set_engines(TOKEN, ONE)
     report = await evaluate(rig, producer)
     assert (report.prompts, report.samples, report.name) == (7, 14, "heldout")
+    assert report.sha256 == rig.store.sha256(report.uri)
     groups = read_samples(rig.store, report.uri)
     assert [group.prepared_sample_id for group in groups] == [
         f"task:eval:{row}" for row in range(7)

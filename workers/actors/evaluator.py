@@ -108,8 +108,8 @@ class EvaluatorActor(ServerActor):
         )
         uri = f"{layout.eval_results(self._job.receipt)}/{layout.EVAL_SAMPLES}"
         report = evaluation_report(request, groups, uri, time.monotonic() - started)
-        await asyncio.to_thread(write_collection, self._store, uri, groups)
-        return report
+        sha256 = await asyncio.to_thread(write_collection, self._store, uri, groups)
+        return report.model_copy(update={"sha256": sha256})
 
     async def _verify(self, url: str) -> None:
         """The engine's live tensors are those that the trainer exported."""
