@@ -22,10 +22,10 @@ class Phase(IntEnum):
     """It needs no run: typed while one starts."""
     LIVE = 1
     FINISHED = 2
-    STOP = 3
-    """A second run goes on, which got ready meanwhile."""
-    AFTER = 4
-    """Nothing else computes any more."""
+    LONGER = 3
+    """As before, in time for a second run to get ready."""
+    STOP = 4
+    """The second run goes on."""
     AGAIN = 5
     """The finished run is taken up once more."""
     LAST = 6
@@ -36,7 +36,7 @@ LIVE = ("pause", "doctor", "checkpoint", "resume")
 """Verbs that want a run that goes on, in the order in which one run can take them."""
 LATER = {
     "stop": Phase.STOP,
-    **dict.fromkeys(("analyze", "schedule", "evaluation", "export-hf.py"), Phase.AFTER),
+    **dict.fromkeys(("analyze", "schedule", "evaluation", "export-hf.py"), Phase.LONGER),
     **dict.fromkeys(("fork", "rewind"), Phase.AGAIN),
     "down": Phase.LAST,
 }

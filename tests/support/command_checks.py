@@ -16,7 +16,7 @@ import typer
 import yaml
 from documents import ROOT, blocks
 
-from workers.cli.app import app
+from workers.cli.app import app, run_command
 
 VERBS = ("up", "build", "exec", "down")
 COMPOSE_OPTIONS = ("-d", "--no-deps", "--profile")
@@ -59,8 +59,9 @@ def _run_file_is_valid(command: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "mine.toml").write_text(mine)
         (Path(folder) / "configs").symlink_to(ROOT / "configs")
-        words = ["-P", "-m", "workers", "validate", *shlex.split(command)[2:]]
-        subprocess.run([sys.executable, *words], cwd=folder, check=True, timeout=60)
+        said = io.StringIO()
+        with contextlib.chdir(folder), contextlib.redirect_stderr(said):
+            assert run_command(["validate", *shlex.split(command)[2:]]) == 0, said.getvalue()
 
 
 def _script_parses(command: str) -> None:

@@ -43,7 +43,7 @@ STAND_INS = {
     RUN: {
         "name": f'"{RUN}"',
         "root": f'"runs/{RUN}"\nexport_hf = true',
-        "warmup_accuracy": "0.1",
+        "warmup_accuracy": "0.05",
         "num_rollouts": "60",
     },
     SECOND: {"warmup_accuracy": "0", "num_rollouts": "1000000"},

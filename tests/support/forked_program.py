@@ -17,7 +17,8 @@ from typing import Any
 CLOSE_S = 10
 SLOW_IMPORTS = (
     *("activities.analysis.audit", "pyarrow.parquet", "temporalio.client"),
-    *("workers.cli.session", "workers.report.page"),
+    *("workers.cli.session", "workers.report.page", "torch"),
+    *("transformers.models.auto.modeling_auto", "transformers.models.qwen3.modeling_qwen3"),
 )
 
 
