@@ -155,10 +155,7 @@ def _row_files(store: Store) -> Iterator[str]:
 def _cut(store: Store, rel: str, rewind: Rewind, aside: str) -> None:
     """Take the rows of undone updates out of ``rel``; the file as it was is kept whole."""
     if not store.is_local:
-        for name in store.list(rel + _PARTS):
-            part = f"{rel}{_PARTS}/{name}"
-            if _is_undone_row(store.read_bytes(part), rewind):
-                store.rename(part, f"{aside}/{part}")
+        store.set_rows_aside(rel, lambda row: _is_undone_row(row, rewind), f"{aside}/{rel}")
         return
     data = store.read_bytes(rel)
     lines = data.split(b"\n")

@@ -100,7 +100,8 @@ def publish_stage(plan: LoopPlan) -> Stage[PublishRequest, PublicationReport]:
     return replace(PUBLISH, start_to_close_s=limit_s, schedule_to_close_s=3 * limit_s)
 
 
-CLAIM = Stage("claim", RunRequest, ClaimResult, 60.0, drains=True)
+CLAIM = Stage("claim", RunRequest, ClaimResult, _HOUR_S, drains=True)
+"""A rewind sets aside what it undid: of a bucket, checkpoints are copied for that."""
 PREPARE = Stage("prepare", PrepareRequest, PrepareReport, 2 * _HOUR_S)
 COLLECT = Stage("collect", CollectRequest, RolloutCollection, 2 * _HOUR_S)
 OPTIMIZE = Stage("optimize", OptimizeRequest, UpdateReport, 2 * _HOUR_S, drains=True)

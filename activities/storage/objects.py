@@ -80,7 +80,7 @@ class ObjectStore:
 
     def chunks(self, path: str, num_bytes: int) -> Iterator[bytes]:
         """An object in pieces of ``num_bytes``."""
-        with self._answers(path), self._fs.open(path, "rb") as stream:
+        with answers(path), self._fs.open(path, "rb") as stream:
             while chunk := stream.read(num_bytes):
                 yield chunk
 
@@ -113,6 +113,11 @@ class ObjectStore:
         """Delete an object or everything below it."""
         self._change(path, lambda: self._fs.rm(path, recursive=True))
 
+    def remove_all(self, paths: Sequence[str]) -> None:
+        """Delete many objects together."""
+        if paths:
+            self._change(paths[0], lambda: self._fs.rm(list(paths)))
+
     def upload(self, local: str, path: str) -> None:
         """Replace an object by a file of this machine."""
         self._change(path, lambda: self._fs.put_file(local, path))
@@ -124,7 +129,7 @@ class ObjectStore:
     def _create(self, path: str, data: bytes) -> bool:
         for _ in range(_CONFLICTS):
             try:
-                with self._answers(path), _one_at_a_time(self._fs):
+                with answers(path), _one_at_a_time(self._fs):
                     self._fs.pipe_file(path, data, mode="create")
             except FileExistsError:
                 return False
@@ -142,7 +147,7 @@ class ObjectStore:
         raise ServiceUnreachable(f"{path}: other creations of it have not ended")
 
     def _ask(self, path: str, call: Callable[[], Any]) -> Any:
-        with self._answers(path):
+        with answers(path):
             return call()
 
     def _change(self, path: str, call: Callable[[], Any]) -> None:
@@ -151,23 +156,30 @@ class ObjectStore:
         except FileNotFoundError as error:
             raise _no_bucket(path) from error
 
-    @contextmanager
-    def _answers(self, path: str) -> Iterator[None]:
-        try:
-            yield
-        except (FileNotFoundError, FileExistsError, PermissionError):
-            raise
-        except OSError as error:
-            if isinstance(error, TimeoutError | ConnectionError) or error.errno in _FAILING:
-                raise _silent(path, error) from error
-            raise
-        except _client_errors() as error:
-            if type(error).__name__ in _NO_KEYS:
-                raise ConfigurationError(
-                    f"{path}: {error}; name keys and region in the environment of every worker "
-                    "and Ray node (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_DEFAULT_REGION)"
-                ) from error
+
+@contextmanager
+def answers(path: str) -> Iterator[None]:
+    """Translate what a client of an object store raises about ``path``; see the module.
+
+    Raises:
+        ServiceUnreachable: the store does not answer.
+        ConfigurationError: the client has no keys.
+    """
+    try:
+        yield
+    except (FileNotFoundError, FileExistsError, PermissionError):
+        raise
+    except OSError as error:
+        if isinstance(error, TimeoutError | ConnectionError) or error.errno in _FAILING:
             raise _silent(path, error) from error
+        raise
+    except _client_errors() as error:
+        if type(error).__name__ in _NO_KEYS:
+            raise ConfigurationError(
+                f"{path}: {error}; name keys and region in the environment of every worker "
+                "and Ray node (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_DEFAULT_REGION)"
+            ) from error
+        raise _silent(path, error) from error
 
 
 @contextmanager

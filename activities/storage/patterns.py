@@ -5,6 +5,7 @@ from pathlib import PurePosixPath
 
 import fsspec
 
+from activities.storage.objects import answers
 from models.errors import ConfigurationError, ServiceUnreachable
 
 
@@ -26,7 +27,8 @@ def find_files(pattern: str) -> list[FoundFile]:
     """
     try:
         filesystem, path = fsspec.core.url_to_fs(pattern, use_listings_cache=False)
-        entries = filesystem.glob(path, detail=True)
+        with answers(pattern):
+            entries = filesystem.glob(path, detail=True)
     except (ImportError, ValueError, PermissionError) as error:
         raise ConfigurationError(f"data pattern {pattern!r}: {error}") from error
     except FileNotFoundError:
@@ -46,7 +48,8 @@ def read_file(file: FoundFile) -> bytes | None:
     """Content of ``file``; None when it is not as long as it was found: somebody writes it."""
     filesystem, path = fsspec.core.url_to_fs(file.url, use_listings_cache=False)
     try:
-        content = bytes(filesystem.cat_file(path))
+        with answers(file.url):
+            content = bytes(filesystem.cat_file(path))
     except FileNotFoundError:
         return None
     except PermissionError as error:
@@ -59,7 +62,9 @@ def read_file(file: FoundFile) -> bytes | None:
 def files_below(folder: str) -> list[str]:
     """Paths of all files below ``folder``, relative to it, sorted; nothing hidden."""
     filesystem, base = fsspec.core.url_to_fs(folder, use_listings_cache=False)
-    names = (str(name).removeprefix(f"{base}/") for name in filesystem.find(base))
+    with answers(folder):
+        found = filesystem.find(base)
+    names = (str(name).removeprefix(f"{base}/") for name in found)
     return sorted(n for n in names if not any(_is_hidden(part) for part in n.split("/")))
 
 

@@ -12,7 +12,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -30,6 +30,8 @@ _CHUNK_BYTES = 1 << 20
 _TAIL_BYTES = 1 << 20
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 _PARTS = ".parts"
+_TOGETHER = 1000
+"""Objects of one request, as many as S3 deletes at once."""
 _CLOCK = threading.Lock()
 _NEWEST: dict[str, int] = {}
 """Of each file of rows that this process appended to: the number of its newest row."""
@@ -203,6 +205,26 @@ class Store:
                 return row
         return None
 
+    def set_rows_aside(self, rel: str, is_wanted: Callable[[bytes], bool], target: str) -> None:
+        """Of an object store: move the rows of ``rel`` that are wanted to the rows of ``target``.
+
+        Many are read, written and deleted together, so there may be very many. A kill in between
+        leaves rows in both places; repeating it ends the move.
+        """
+        names = self.list(rel + _PARTS)
+        with storage_errors(self._where(target)):
+            for begin in range(0, len(names), _TOGETHER):
+                paths = self._part_paths(rel, names[begin : begin + _TOGETHER])
+                rows = dict(zip(paths, self._objects.read_all(paths), strict=True))
+                wanted = [path for path in paths if is_wanted(rows[path])]
+                if not wanted:
+                    continue
+                moved = b"".join(rows[path] for path in wanted)
+                number = PurePosixPath(wanted[0]).name.partition("-")[0]
+                part = f"{number}-{hashlib.sha256(moved).hexdigest()[:12]}.jsonl"
+                self._objects.write(self._full(f"{target}{_PARTS}/{part}"), moved)
+                self._objects.remove_all(wanted)
+
     def make_durable(self, rel: str) -> None:
         """Flush a local file that somebody else wrote, and its folder, to the device."""
         if self._is_local:
@@ -303,8 +325,10 @@ class Store:
         return self._parts(rel, self.list(rel + _PARTS)[-1:])
 
     def _parts(self, rel: str, names: Sequence[str]) -> bytes:
-        paths = [self._full(f"{rel}{_PARTS}/{name}") for name in names]
-        return b"".join(self._objects.read_all(paths))
+        return b"".join(self._objects.read_all(self._part_paths(rel, names)))
+
+    def _part_paths(self, rel: str, names: Sequence[str]) -> Sequence[str]:
+        return [self._full(f"{rel}{_PARTS}/{name}") for name in names]
 
     def _full(self, rel: str) -> str:
         checked = _checked(rel)

@@ -10,6 +10,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from activities.storage import lease, objects
 from activities.storage.lease import Owner, claim_epoch, current_epoch
 from activities.storage.objects import ObjectStore
+from activities.storage.patterns import files_below, find_files
 from activities.storage.store import Store, free_bytes
 from models.errors import ConfigurationError, ServiceUnreachable
 from workers.local_stack.ports import free_port
@@ -142,3 +143,32 @@ def test_epochs_of_a_root_are_taken_once(store: Store) -> None:
     assert sorted(epochs) == list(range(1, 9))
     lease.revoke_epoch(store, 8)
     assert (current_epoch(store), lease.is_revoked(store, 8)) == (8, True)
+
+
+def test_rows_are_set_aside_together(store: Store) -> None:
+    for number in range(8):
+        store.append_jsonl("rows.jsonl", {"n": number})
+    store.set_rows_aside("rows.jsonl", lambda row: int(row[5:6]) > 4, "old.jsonl")
+    assert [row["n"] for row in store.read_jsonl("rows.jsonl").rows] == [0, 1, 2, 3, 4]
+    assert [row["n"] for row in store.read_jsonl("old.jsonl").rows] == [5, 6, 7]
+    store.set_rows_aside("rows.jsonl", lambda row: int(row[5:6]) > 4, "old.jsonl")
+    assert len(store.list("old.jsonl.parts")) == 1
+
+
+def test_patterns_tell_what_fails(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pattern = f"{bucket}/{uuid.uuid4().hex}/*.jsonl"
+    assert find_files(pattern) == []
+    with monkeypatch.context() as patch:
+        patch.delenv("AWS_ACCESS_KEY_ID")
+        patch.delenv("AWS_SECRET_ACCESS_KEY")
+        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        patch.setattr(s3fs.S3FileSystem, "cachable", False)
+        with pytest.raises(ConfigurationError, match="AWS_ACCESS_KEY_ID"):
+            find_files(pattern)
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    monkeypatch.setattr(s3fs.S3FileSystem, "cachable", False)
+    with pytest.raises(ServiceUnreachable, match="does not answer"):
+        find_files(pattern)
+    with pytest.raises(ServiceUnreachable, match="does not answer"):
+        files_below(f"{bucket}/export")

@@ -1,7 +1,9 @@
 """Rewinding a run's root: refused, decided, cut off by a kill, set aside, trained on."""
 
+import copy
 import json
 import shutil
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,9 @@ from activities.analysis.completion_checks import verify
 from activities.rewinding import plan_rewind, rewind_once, settle_rewinds
 from activities.storage import layout
 from activities.storage.commit import intact_checkpoints, newest_checkpoint
+from activities.storage.objects import ObjectStore
 from activities.storage.rewinds import has_unsettled, read_rewinds
+from activities.storage.store import Store
 from models.checkpoint import RewindRequest
 from models.errors import ConfigurationError, StaleFence
 from tests.support.completed_run import CompletedRun
@@ -255,3 +259,44 @@ def test_the_module_moves_nothing_that_it_does_not_name(run: CompletedRun) -> No
     rewound(run)
     assert run.store.exists("checkpoints/core/mine/notes.txt")
     assert run.store.exists("evaluation/notes.json")
+
+
+def in_a_bucket(run: CompletedRun) -> CompletedRun:
+    """The run as an object store would hold it: a part for each row that was appended."""
+    other = copy.copy(run)
+    other.store = Store(f"memory://bucket/{uuid.uuid4().hex}")
+    for rel, data in content(run).items():
+        if rel.endswith(".jsonl") and rel.startswith("checkpoints/"):
+            for row in run.store.read_jsonl(rel).rows:
+                other.store.append_jsonl(rel, row)
+        else:
+            other.store.write_bytes(rel, data)
+    return other
+
+
+def test_rows_in_a_bucket_are_read_together_and_set_aside(
+    run: CompletedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    far = in_a_bucket(run)
+    rel = layout.ROLLOUT_FLOW
+    for number in range(40):
+        far.store.append_jsonl(rel, {"rollout_id": number % 8})
+    single: list[str] = []
+    read_one = ObjectStore.read
+
+    def read(self: ObjectStore, path: str, end: int | None = None) -> bytes:
+        single.append(path)
+        return read_one(self, path, end)
+
+    monkeypatch.setattr(ObjectStore, "read", read)
+    rewound(far)
+    assert not [path for path in single if ".parts/" in path]
+    rewound(run)
+    for name in (layout.METRICS, layout.PUBLICATION, layout.DRIVER_TIMING):
+        assert far.store.read_jsonl(name).rows == run.store.read_jsonl(name).rows
+    kept = [row["rollout_id"] for row in far.store.read_jsonl(rel).rows]
+    assert kept == [0, 1, 2, 3] * 5
+    aside = far.store.read_jsonl(f"{layout.rewound_folder(far.epoch)}/{rel}").rows
+    assert [row["rollout_id"] for row in aside] == [4, 5, 6, 7] * 5
+    assert not has_unsettled(far.store)
+    assert audit(far.store.root).updates == 4
