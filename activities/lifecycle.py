@@ -171,10 +171,29 @@ def _check_identity(store: Store, loaded: Loaded, workflow_run_id: str, *, rewin
             f"{store.root} holds a complete run, which is never overwritten; choose another name "
             "and output.root"
         )
-    is_repeated = state.get("workflow_run_id") == workflow_run_id
-    if not loaded.spec.launch.auto_resume and not is_repeated:
+    if state.get("workflow_run_id") != workflow_run_id:
+        _require_resumable(store, loaded, state.get("status"))
+
+
+def require_another_start(store: Store, loaded: Loaded) -> None:
+    """Refuse what a claim would refuse by ``loaded``'s ``launch``, before a run is ended for it.
+
+    Args:
+        store: the root, which holds a run.
+        loaded: the run file that the run is to go on with.
+
+    Raises:
+        ConfigurationError: see the message.
+    """
+    if store.exists(layout.WORKFLOW_JSON):
+        _require_resumable(store, loaded, store.read_json(layout.WORKFLOW_JSON).get("status"))
+    _require_attempts_left(store, loaded, _attempts(store))
+
+
+def _require_resumable(store: Store, loaded: Loaded, status: Any) -> None:
+    if not loaded.spec.launch.auto_resume:
         raise ConfigurationError(
-            f"{store.root} holds a run in state {state.get('status')} and launch.auto_resume is "
+            f"{store.root} holds a run in state {status} and launch.auto_resume is "
             "false; set it to true to continue, or choose another output.root"
         )
 
@@ -189,18 +208,29 @@ def _register_attempt(
     store: Store, loaded: Loaded, workflow_run_id: str, started_unix: float
 ) -> int:
     """Index of this start in ``attempts.json``; a repeated claim finds its own row."""
-    rows = store.read_json(layout.ATTEMPTS_JSON) if store.exists(layout.ATTEMPTS_JSON) else []
+    rows = _attempts(store)
     if rows and rows[-1].get("workflow_run_id") == workflow_run_id:
         return int(rows[-1]["attempt"])
+    _require_attempts_left(store, loaded, rows)
+    row = {"attempt": len(rows), "started_unix": started_unix, "workflow_run_id": workflow_run_id}
+    store.write_json(layout.ATTEMPTS_JSON, [*rows, row])
+    return len(rows)
+
+
+def _attempts(store: Store) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    if store.exists(layout.ATTEMPTS_JSON):
+        rows = store.read_json(layout.ATTEMPTS_JSON)
+    return rows
+
+
+def _require_attempts_left(store: Store, loaded: Loaded, rows: list[dict[str, Any]]) -> None:
     limit = loaded.spec.launch.max_retries
     if 0 <= limit < len(rows):
         raise ConfigurationError(
             f"{store.root} was started {len(rows)} times and launch.max_retries is {limit}; raise "
             "it to continue this run"
         )
-    row = {"attempt": len(rows), "started_unix": started_unix, "workflow_run_id": workflow_run_id}
-    store.write_json(layout.ATTEMPTS_JSON, [*rows, row])
-    return len(rows)
 
 
 async def record(request: RecordRequest) -> None:

@@ -124,6 +124,14 @@ async def test_impossible_rewinds_leave_an_open_run_alone(desk: Desk) -> None:
     other = RewindSession(desk.place, few.spec.run_id, request, few, str(desk.file), ())
     with pytest.raises(ConfigurationError, match=r"core\.checkpoint_keep_last\).*perdure fork"):
         await other.run(STOP, 30)
+    for change, reason in (
+        ("launch.auto_resume=false", "launch.auto_resume is false"),
+        ("launch.max_retries=0", "was started 1 times and launch.max_retries is 0"),
+    ):
+        barred = desk.loaded(change, **MANY)
+        other = RewindSession(desk.place, barred.spec.run_id, request, barred, str(desk.file), ())
+        with pytest.raises(ConfigurationError, match=reason):
+            await other.run(STOP, 30)
     with pytest.raises(RequestRefused, match="background evaluation after 3 updates still runs"):
         await _with_open_evaluation(desk, 3)
     assert (await stage.progress()).stop is None

@@ -12,6 +12,7 @@ from temporalio.exceptions import WorkflowAlreadyStartedError
 from temporalio.service import RPCError
 
 from activities.background.receipts import receipts
+from activities.lifecycle import require_another_start
 from activities.rewinding import plan_rewind
 from activities.storage import layout
 from activities.storage.commit import intact_checkpoints, verify_checkpoint
@@ -102,6 +103,7 @@ class RewindSession:
                 f"{differences(recorded, self._loaded)}); a run goes back under its own run file, "
                 "another one starts with: perdure fork"
             )
+        require_another_start(store, self._loaded)
         verify_checkpoint(store, rewind.checkpoint)
         return self._loaded
 
