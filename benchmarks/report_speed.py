@@ -1,11 +1,14 @@
-"""Seconds and bytes of ``perdure report`` over the length of a run.
+"""Seconds and bytes of ``perdure report`` over the length of a run, and seconds of the analyses.
 
     python benchmarks/report_speed.py [--updates 250 500 1000] [--samples 64] [--tokens 128]
 
 Each run is made by the writers of a real one: collections with their manifests, two rows of every
-metric an update, timings of five stages, publications, and the times of every sample. The report is
-made by a process of its own, as from the command line. Nothing is judged: the target is 1,000
-updates of 64 samples in under 20 seconds and 10 MB, in time that grows with the rows.
+metric an update, timings of five stages, publications, the times of every sample, steps of the
+trainer, and a look at pipeline, two engines and eight GPUs every two seconds. The report is made by
+a process of its own, as from the command line. The analyses run in this process, and what counts is
+its processor time, the least of ``--tries``: for each, microseconds a row of all files that it may
+read, and how many times those of the shortest run. Nothing is judged: the targets are a report on
+1,000 updates of 64 samples in under 20 seconds and 10 MB, and times that grow with the rows.
 """
 
 import argparse
@@ -16,8 +19,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+from activities.analysis import capacity, occupancy
 from activities.rollout.collection_file import write_collection
 from activities.storage import layout
 from activities.storage.store import Store
@@ -30,6 +35,14 @@ SIBLINGS = 8
 STAGES = ("generation_wait", "training", "publication", "checkpoint", "evaluation")
 START_UNIX = 1_700_000_000.0
 UPDATE_S = 10.0
+LOOK_S = 2.0
+ENGINES = ("http://10.0.0.1:30000", "http://10.0.0.1:30001")
+GAUGES = ("gen_throughput", "token_usage", "num_running_reqs", "num_queue_reqs", "cache_hit_rate")
+GPUS = 8
+ANALYSES: dict[str, Callable[[str], object]] = {
+    "capacity": capacity.measurements,
+    "occupancy": occupancy.analyze,
+}
 
 
 def main() -> None:
@@ -40,13 +53,20 @@ def main() -> None:
     parser.add_argument("--updates", type=int, nargs="+", default=[250, 500, 1000])
     parser.add_argument("--samples", type=int, default=64, help="of an update")
     parser.add_argument("--tokens", type=int, default=128, help="of a response")
+    parser.add_argument("--tries", type=int, default=3, help="of each analysis")
     options = parser.parse_args()
+    least: dict[str, float] = {}
     for updates in options.updates:
         with tempfile.TemporaryDirectory() as root:
-            make_run(root, updates, options.samples, options.tokens)
+            rows = make_run(root, updates, options.samples, options.tokens)
             wall_s, cpu_s, num_bytes = measure(root)
-        size = f"{updates} updates x {options.samples} samples"
+            analyses = {name: analysis_cpu_s(name, root, options.tries) for name in ANALYSES}
+        size = f"{updates} updates x {options.samples} samples, {rows} rows"
         print(f"{size}: {wall_s:.2f} s, {cpu_s:.2f} CPU s, {num_bytes / 1e6:.2f} MB", flush=True)
+        for name, seconds in analyses.items():
+            each = least.setdefault(name, seconds / rows)
+            us, ratio = 1e6 * seconds / rows, seconds / rows / each
+            print(f"  {name}: {seconds:.3f} CPU s, {us:.1f} us a row, ratio {ratio:.2f}")
 
 
 def measure(root: str) -> tuple[float, float, int]:
@@ -68,8 +88,18 @@ def cpu_seconds_of_children() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def make_run(root: str, updates: int, samples: int, tokens: int) -> None:
-    """Write a complete run of ``updates`` updates."""
+def analysis_cpu_s(name: str, root: str, tries: int) -> float:
+    """Least processor seconds of one analysis."""
+    seconds = []
+    for _ in range(tries):
+        started = time.process_time()
+        ANALYSES[name](root)
+        seconds.append(time.process_time() - started)
+    return min(seconds)
+
+
+def make_run(root: str, updates: int, samples: int, tokens: int) -> int:
+    """Write a complete run of ``updates`` updates; how many rows its files have."""
     store, rng = Store(root), random.Random(1)
     store.write_json(
         layout.WORKFLOW_JSON,
@@ -81,13 +111,16 @@ def make_run(root: str, updates: int, samples: int, tokens: int) -> None:
         },
     )
     store.write_json(layout.RESOLVED_CONFIG, document_of(root, updates, samples))
+    store.write_json(layout.PLAN_JSON, plan_of(updates))
     lines: dict[str, list[str]] = {}
     for update in range(updates):
         add_collection(store, update, samples, tokens, rng)
         add_rows(lines, update, samples, rng)
+        add_looks(lines, update, rng)
     for path, rows in lines.items():
         Path(root, path).parent.mkdir(exist_ok=True)
         Path(root, path).write_text("\n".join(rows) + "\n")
+    return updates + sum(map(len, lines.values()))
 
 
 def add_collection(
@@ -173,6 +206,43 @@ def add_rows(lines: dict[str, list[str]], update: int, samples: int, rng: random
         ]
         row = {"group_index": group, "samples": times, "group_finished_unix": start + group}
         add(layout.sibling_timing(f"{group % 16:x}"), row)
+    step = {"event": "optimizer", "step": update + 1, "rollout_id": update, "elapsed_seconds": 1.5}
+    tokens = {"model_tokens": 9_000, "active_tokens": 8_000}
+    add(layout.training_contract(0), {**step, "normalization": tokens})
+
+
+def add_looks(lines: dict[str, list[str]], update: int, rng: random.Random) -> None:
+    """What the observer and the GPU samples append while ``update`` goes on."""
+    for look in range(int(UPDATE_S / LOOK_S)):
+        now = START_UNIX + update * UPDATE_S + look * LOOK_S
+        held = {"groups": look, "samples": look * SIBLINGS, "response_tokens": look * 1_000}
+        rows: dict[str, dict[str, object]] = {
+            layout.PIPELINE_OCCUPANCY: {"producer_owned_groups": look, "completed_queue": held}
+        }
+        for url in ENGINES:
+            series = [{"name": name, "labels": {}, "value": rng.random()} for name in GAUGES]
+            rows[layout.engine_occupancy(url)] = {"engine": url, "series": series}
+        values = {"utilization.gpu": look, "utilization.memory": 1, "memory.used": 512}
+        devices = [{"index": index, "uuid": f"GPU-{index}", **values} for index in range(GPUS)]
+        rows["checkpoints/gpu_usage_node0.jsonl"] = {"host": "made", "devices": devices}
+        for path, row in rows.items():
+            lines.setdefault(path, []).append(json.dumps({"time_unix": now, **row}))
+
+
+def plan_of(updates: int) -> dict[str, object]:
+    """``plan.json`` of two engines of two GPUs beside a trainer of four."""
+    return {
+        "runtime": {"shape": {"updates": updates, "fully_async": False, "overlapped": False}},
+        "allocation": {
+            "placement": "disaggregated",
+            "trainer_processes": 1,
+            "engine_processes": len(ENGINES),
+            "gpus": {
+                "allocated_gpus": GPUS,
+                "nodes": [{"trainer_gpus": 4, "rollout_gpus": 4, "ray_gpus": GPUS}],
+            },
+        },
+    }
 
 
 def document_of(root: str, updates: int, samples: int) -> dict[str, object]:

@@ -93,10 +93,9 @@ def _count_flaws(root: Root, rel: str) -> Iterator[Flaw]:
 
 def _background_flaws(root: Root, wanted: list[int], rows: list[Row]) -> list[Flaw]:
     digests = {row.get("uri"): row.get("sha256") for row in rows}
-
     complete: set[int] = set()
     places: dict[int, str] = {}
-    flaws = []
+    flaws: list[Flaw] = []
     for rel, receipt in receipts(root.store):
         places[receipt.update] = rel
         if (receipt.result or {}).get("status") != COMPLETE:

@@ -5,7 +5,7 @@ unknown covers nothing, so a gap lowers the coverage and never the mean.
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
@@ -45,10 +45,14 @@ class Summary:
 class Series:
     """Values of one thing in time, for any number of windows."""
 
-    def __init__(self, points: Iterable[Point]) -> None:
-        ordered = sorted(points, key=lambda point: point[0])
-        self._times = [time for time, _ in ordered]
-        self._values = [number(value) for _, value in ordered]
+    def __init__(self, times: Sequence[float], values: Iterable[Any]) -> None:
+        """Looks at ``times`` (Unix, any order) and what each saw; no number: unknown then."""
+        self._times = times
+        self._values = [number(value) for value in values]
+        if any(before > after for before, after in pairwise(times)):
+            order = sorted(range(len(times)), key=times.__getitem__)
+            self._times = [times[index] for index in order]
+            self._values = [self._values[index] for index in order]
 
     def summary(self, start: float, end: float, max_hold: float = MAX_HOLD_S) -> Summary:
         """The window ``[start, end)``. Reads only the points that can matter there.
@@ -63,11 +67,11 @@ class Series:
         first = bisect_left(self._times, start - max_hold)
         last = bisect_right(self._times, end)
         times = [*self._times[first:last], end]
-        held: list[tuple[float, float]] = []
+        held: dict[float, float] = {}
         for (time, following), value in zip(pairwise(times), self._values[first:last], strict=True):
             seconds = min(following, end, time + max_hold) - max(time, start)
             if value is not None and seconds > 0:
-                held.append((value, seconds))
+                held[value] = held.get(value, 0.0) + seconds
         return _summary(held, end - start)
 
 
@@ -75,24 +79,27 @@ def summarize(
     points: Iterable[Point], start: float, end: float, max_hold: float = MAX_HOLD_S
 ) -> dict[str, Any]:
     """``Series.summary`` of points in any order, as plain JSON."""
-    return Series(points).summary(start, end, max_hold).document()
+    seen = list(points)
+    series = Series([time for time, _ in seen], [value for _, value in seen])
+    return series.summary(start, end, max_hold).document()
 
 
-def _summary(held: Sequence[tuple[float, float]], window: float) -> Summary:
-    covered = sum(seconds for _, seconds in held)
+def _summary(held: Mapping[float, float], window: float) -> Summary:
+    """``held``: value -> seconds."""
+    covered = sum(held.values())
     if not covered:
         return Summary()
     reached, p95 = 0.0, None
     ordered = sorted(held)
-    for value, seconds in ordered:
-        reached += seconds
+    for value in ordered:
+        reached += held[value]
         if reached >= (_PERCENTILE - _ROUNDING) * covered:
             p95 = value
             break
     return Summary(
         coverage=min(1.0, covered / window),
-        mean=sum(value * seconds for value, seconds in held) / covered,
+        mean=sum(value * seconds for value, seconds in held.items()) / covered,
         p95=p95,
-        maximum=ordered[-1][0],
-        empty_fraction=sum(seconds for value, seconds in held if value == 0) / covered,
+        maximum=ordered[-1],
+        empty_fraction=held.get(0.0, 0.0) / covered,
     )

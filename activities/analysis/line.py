@@ -11,11 +11,15 @@ newest standing checkpoint prove. An update among them without a row was trained
 report was lost with its worker; its collection is the one that stands.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from activities.analysis.evidence import Evidence, Position, UpdateRow
 from models.rollout import CollectionManifest
+
+Collected = tuple[int, CollectionManifest]
+"""(epoch, manifest)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +102,13 @@ def final_line(evidence: Evidence) -> FinalLine:
         max(rows, default=-1) + 1,
         0 if checkpoint is None else checkpoint.consumed + 1,
     )
+    collected: dict[int, list[Collected]] = {}
+    for (update, epoch), manifest in sorted(evidence.manifests.items()):
+        collected.setdefault(update, []).append((epoch, manifest))
     updates = tuple(
-        _recorded(evidence, rows[update][-1]) if update in rows else _inferred(update, standing)
+        _recorded(rows[update][-1], collected.get(update, ()))
+        if update in rows
+        else _inferred(update, standing)
         for update in range(length)
     )
     ahead: list[CollectionManifest] = []
@@ -118,16 +127,17 @@ def final_line(evidence: Evidence) -> FinalLine:
     )
 
 
-def _recorded(evidence: Evidence, row: UpdateRow) -> LineUpdate:
-    """The row with the manifest of its file; a kept trainer may train an older epoch's file."""
+def _recorded(row: UpdateRow, collected: Sequence[Collected]) -> LineUpdate:
+    """The row with the manifest of its file; a kept trainer may train an older epoch's file.
+
+    ``collected``: what was collected for the row's update, oldest epoch first.
+    """
     matching = [
-        epoch
-        for (update, epoch), manifest in evidence.manifests.items()
-        if update == row.update
-        and epoch <= row.epoch
-        and manifest.collection.sha256 == row.batch_sha256
+        manifest
+        for epoch, manifest in collected
+        if epoch <= row.epoch and manifest.collection.sha256 == row.batch_sha256
     ]
-    manifest = evidence.manifests[row.update, max(matching)] if matching else None
+    manifest = matching[-1] if matching else None
     return LineUpdate(row.update, row.epoch, row.batch_sha256, row.policy_version, manifest, True)
 
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
-from activities.analysis.held import Point, Series
+from activities.analysis.held import Series
 from activities.storage import layout
 from activities.storage.store import Store
 
@@ -74,13 +74,40 @@ class Device:
     metrics: dict[str, Series]
 
 
+class _Looks(Generic[Key]):
+    """Columns of values by key.
+
+    Rows that are kept whole for every look cost the garbage collector as long as the reading does,
+    and longer for each in a long run.
+    """
+
+    def __init__(self, keys: Iterable[Key] = ()) -> None:
+        self.times: list[float] = []
+        self._columns: dict[Key, list[Any]] = {key: [] for key in keys}
+
+    def add(self, time: float, values: Mapping[Key, Any]) -> None:
+        """What was seen at ``time``; a key that is not among it is unknown from then on."""
+        for key, value in values.items():
+            column = self._columns.setdefault(key, [])
+            column += [None] * (len(self.times) - len(column))
+            column.append(value)
+        self.times.append(time)
+
+    def series(self) -> dict[Key, Series]:
+        """One for every key."""
+        count = len(self.times)
+        return {
+            key: Series(self.times, column + [None] * (count - len(column)))
+            for key, column in self._columns.items()
+        }
+
+
 def pipeline_series(store: Store) -> dict[str, Series]:
     """Every series of ``PIPELINE_SERIES``; without points when the run observed nothing."""
-    points: dict[str, list[Point]] = {name: [] for name in PIPELINE_SERIES}
+    looks = _Looks[str](PIPELINE_SERIES)
     for time, row in _timed(store, layout.PIPELINE_OCCUPANCY):
-        for name, value in _pipeline_values(row).items():
-            points[name].append((time, value))
-    return {name: Series(values) for name, values in points.items()}
+        looks.add(time, _pipeline_values(row))
+    return looks.series()
 
 
 def engines(store: Store) -> list[Engine]:
@@ -107,16 +134,16 @@ def _pipeline_values(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _engine(store: Store, name: str) -> Engine | None:
-    rows = list(_timed(store, f"checkpoints/{name}"))
-    if not rows:
+    looks, failures = _Looks[SeriesKey](), []
+    url = None
+    for time, row in _timed(store, f"checkpoints/{name}"):
+        url = str(row.get("engine")) if url is None else url
+        looks.add(time, _engine_values(row))
+        if "error" in row:
+            failures.append(time)
+    if url is None:
         return None
-    looks = [(time, _engine_values(row)) for time, row in rows]
-    return Engine(
-        url=str(rows[0][1].get("engine")),
-        series=_known(looks),
-        failures=tuple(time for time, row in rows if "error" in row),
-        first_seen=rows[0][0],
-    )
+    return Engine(url, looks.series(), tuple(failures), first_seen=looks.times[0])
 
 
 def _engine_values(row: Mapping[str, Any]) -> dict[SeriesKey, float | None]:
@@ -128,27 +155,18 @@ def _engine_values(row: Mapping[str, Any]) -> dict[SeriesKey, float | None]:
 
 
 def _devices(store: Store, name: str) -> Iterator[Device]:
-    looks: dict[str, list[tuple[float, dict[tuple[int, str | None], Any]]]] = {
-        metric: [] for metric in GPU_METRICS
-    }
+    looks = {metric: _Looks[tuple[int, str | None]]() for metric in GPU_METRICS}
     host = ""
     for time, row in _timed(store, f"checkpoints/{name}"):
         host = str(row.get("host") or host)
         found = [device for device in row.get("devices") or () if device.get("index") is not None]
         for metric in GPU_METRICS:
             values = {(int(d["index"]), d.get("uuid")): d.get(metric) for d in found}
-            looks[metric].append((time, values))
-    series = {metric: _known(values) for metric, values in looks.items()}
+            looks[metric].add(time, values)
+    series = {metric: seen.series() for metric, seen in looks.items()}
     for index, uuid in sorted(series[GPU_METRICS[0]], key=lambda key: (key[0], key[1] or "")):
         metrics = {metric: series[metric][index, uuid] for metric in GPU_METRICS}
         yield Device(name.removesuffix(".jsonl"), host, index, uuid, metrics)
-
-
-def _known(looks: Iterable[tuple[float, Mapping[Key, Any]]]) -> dict[Key, Series]:
-    """A series for every key; a look that does not show it makes it unknown from then on."""
-    seen = list(looks)
-    keys = {key: None for _, values in seen for key in values}
-    return {key: Series((time, values.get(key)) for time, values in seen) for key in keys}
 
 
 def _names(store: Store, beginning: str) -> list[str]:
@@ -159,6 +177,6 @@ def _names(store: Store, beginning: str) -> list[str]:
 
 
 def _timed(store: Store, rel: str) -> Iterator[tuple[float, dict[str, Any]]]:
-    for row in store.read_jsonl(rel).rows:
+    for row in store.each_jsonl(rel):
         if isinstance(row.get("time_unix"), int | float):
             yield float(row["time_unix"]), row

@@ -174,22 +174,13 @@ class Store:
 
         A line is torn when a kill cut its write: last in the file, or ended by the next append.
         """
-        rows: list[dict[str, Any]] = []
-        torn: list[int] = []
-        for number, line in enumerate(self._jsonl_bytes(rel).split(b"\n"), start=1):
-            if not line.strip():
-                continue
-            try:
-                row = orjson.loads(line)
-            except orjson.JSONDecodeError:
-                row = None
-            if isinstance(row, dict):
-                rows.append(row)
-            else:
-                torn.append(number)
-        if torn:
-            _log.warning("torn lines skipped", file=self._where(rel), lines=torn)
-        return JsonlRows(rows, len(torn))
+        found = list(self._parsed(rel))
+        rows = [row for row in found if row is not None]
+        return JsonlRows(rows, len(found) - len(rows))
+
+    def each_jsonl(self, rel: str) -> Iterator[dict[str, Any]]:
+        """The rows of ``read_jsonl`` one by one, for whoever keeps little of each."""
+        return (row for row in self._parsed(rel) if row is not None)
 
     def last_jsonl(self, rel: str) -> dict[str, Any] | None:
         """The newest whole row of ``rel`` without reading the rest; None when there is none.
@@ -307,6 +298,22 @@ class Store:
         with self.local_path(rel).open("rb") as stream:
             while chunk := stream.read(_CHUNK_BYTES):
                 yield chunk
+
+    def _parsed(self, rel: str) -> Iterator[dict[str, Any] | None]:
+        """Every row of ``rel``; None for a torn line."""
+        torn: list[int] = []
+        for number, line in enumerate(self._jsonl_bytes(rel).split(b"\n"), start=1):
+            if not line.strip():
+                continue
+            try:
+                row = orjson.loads(line)
+            except orjson.JSONDecodeError:
+                row = None
+            if not isinstance(row, dict):
+                torn.append(number)
+            yield row if isinstance(row, dict) else None
+        if torn:
+            _log.warning("torn lines skipped", file=self._where(rel), lines=torn)
 
     def _jsonl_bytes(self, rel: str) -> bytes:
         if self._is_local:

@@ -74,7 +74,7 @@ def test_summaries_match_a_look_at_every_tenth_of_a_second() -> None:
             last = max((t for t in points if t <= tick), default=None)
             if last is not None and tick - last < 50 and points[last] is not None:
                 known.append(points[last])
-        series = Series((t / 10, value) for t, value in points.items())
+        series = Series([t / 10 for t in points], points.values())
         summary = series.summary(start / 10, end / 10, 5.0)
         assert summary.coverage == pytest.approx(len(known) / (end - start))
         if known:
