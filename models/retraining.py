@@ -151,6 +151,8 @@ class FiringPlan(Carried):
     request_sha256: str
     """Digest of what the firing was asked for."""
     num_rollouts: int
+    timeout_s: float | None = None
+    """Hard limit of the run; see ``launch.timeout_s``."""
     identity_sha256: str
     """What the run means; see ``configs.load.Loaded.identity``."""
     training: RunRequest

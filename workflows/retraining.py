@@ -11,6 +11,7 @@ its id, which follows from this workflow's id alone, so that a repeated firing j
 
 import asyncio
 from collections.abc import Coroutine
+from datetime import timedelta
 from typing import Any
 
 from pydantic import ValidationError
@@ -92,6 +93,8 @@ class Retraining:
         try:
             child = starting.result()
         except WorkflowAlreadyStartedError:
+            if self._cancelled:  # somebody else's run goes on
+                raise asyncio.CancelledError from None
             await self._calls.run(options.AWAIT_TRAINING, plan.run_id, None, plan.run_id)
             return ""
         await self._settled(child, plan.run_id)
@@ -125,6 +128,7 @@ def _start(plan: FiringPlan) -> Coroutine[Any, Any, workflow.ChildWorkflowHandle
         id=plan.run_id,
         task_queue=options.CONTROL_QUEUE,
         result_type=RunOutcome,
+        execution_timeout=timedelta(seconds=plan.timeout_s) if plan.timeout_s else None,
         cancellation_type=workflow.ChildWorkflowCancellationType.ABANDON,
         # A run that is terminated tears nothing down; one that is asked to end does.
         parent_close_policy=workflow.ParentClosePolicy.REQUEST_CANCEL,

@@ -186,6 +186,7 @@ def _plan(
         parent=parent,
         request_sha256=request_sha256(request),
         num_rollouts=run.spec.training.num_rollouts,
+        timeout_s=run.spec.launch.timeout_s,
         identity_sha256=run.identity,
         training=RunRequest(**run_request(run)),
     )

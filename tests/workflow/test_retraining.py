@@ -204,6 +204,21 @@ async def test_a_run_that_is_there_already_is_joined(firings: Firings) -> None:
     assert (outcome.decision, outcome.record) == (Decision.PROMOTED, 2)
 
 
+async def test_a_run_of_a_firing_has_the_hard_limit_of_its_file(firings: Firings) -> None:
+    desk = firings.desk
+    desk.add_data("a.jsonl")
+    firings.fleet.script.hold("collect 1")
+    limited = desk.request(config=desk.document(launch={"timeout_s": 600.0}))
+    handle = await firings.start("03:00:00", limited)
+    await firings.fleet.script.reached("collect 1")
+    run = firings.stage.client.get_workflow_handle(f"train/{desk.name}-2026-01-05T030000Z")
+    limit = (await run.describe()).raw_description.execution_config.workflow_execution_timeout
+    assert limit.ToTimedelta().total_seconds() == 600.0
+    await handle.cancel()
+    with pytest.raises(WorkflowFailureError):
+        await handle.result()
+
+
 async def test_a_failed_firing_leaves_its_data_new(firings: Firings) -> None:
     path = firings.desk.add_data("a.jsonl")
     firings.fleet.scores(0.25, 0.5)
