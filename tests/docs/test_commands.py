@@ -26,9 +26,11 @@ class Phase(IntEnum):
     """As before, in time for a second run to get ready."""
     STOP = 4
     """The second run goes on."""
-    AGAIN = 5
+    AFTER = 5
+    """Nothing else computes."""
+    AGAIN = 6
     """The finished run is taken up once more."""
-    LAST = 6
+    LAST = 7
 
 
 FREE = ("validate", "plan", "config", "model", "version")
@@ -36,7 +38,8 @@ LIVE = ("pause", "doctor", "checkpoint", "resume")
 """Verbs that want a run that goes on, in the order in which one run can take them."""
 LATER = {
     "stop": Phase.STOP,
-    **dict.fromkeys(("analyze", "schedule", "evaluation", "export-hf.py"), Phase.LONGER),
+    **dict.fromkeys(("analyze", "schedule", "evaluation"), Phase.LONGER),
+    "export-hf.py": Phase.AFTER,
     **dict.fromkeys(("fork", "rewind"), Phase.AGAIN),
     "down": Phase.LAST,
 }
