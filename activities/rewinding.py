@@ -19,8 +19,9 @@ from activities.storage import layout
 from activities.storage.commit import intact_checkpoints
 from activities.storage.rewinds import is_settled, read_rewinds, record_rewind
 from activities.storage.store import Store
+from configs.load import resolve_document
 from models.checkpoint import CheckpointRef, Rewind, RewindRequest
-from models.errors import ConfigurationError
+from models.errors import ConfigurationError, PerdureError
 from models.run import RunState
 
 _CHECKPOINT = re.compile(r"rollout_(\d{7,})\.e(\d+)u\d+a\d+")
@@ -75,11 +76,32 @@ def checkpoint_after(store: Store, updates: int) -> CheckpointRef:
         return saved[updates]
     done = len(final_line(read_evidence(store)).updates)
     there = ", ".join(map(str, sorted(saved))) or "none"
-    problem = f"no intact checkpoint after {updates} updates"
     if updates > done:
-        problem = f"no checkpoint after {updates} updates, only {done} are finished"
+        raise ConfigurationError(
+            f"{store.root}: no checkpoint after {updates} updates, only {done} are finished; there "
+            f"are checkpoints after {there} updates"
+        )
     raise ConfigurationError(
-        f"{store.root}: {problem}; there are checkpoints after {there} updates"
+        f"{store.root}: no intact checkpoint after {updates} updates; there are checkpoints after "
+        f"{there} updates{_retention(store)}"
+    )
+
+
+def _retention(store: Store) -> str:
+    """What the run deletes by its own run file, for a refusal; empty when that is nothing."""
+    try:
+        document = store.read_json(layout.RESOLVED_CONFIG)
+        core = resolve_document(document, origin=layout.RESOLVED_CONFIG).spec.core
+    except (FileNotFoundError, PerdureError):
+        return ""
+    if core.checkpoint_keep_last is None:
+        return ""
+    kept = f"core.checkpoint_keep_last = {core.checkpoint_keep_last}"
+    if core.checkpoint_keep_every is not None:
+        kept += f" and core.checkpoint_keep_every = {core.checkpoint_keep_every}"
+    return (
+        f". The run deletes older ones ({kept}): set a larger core.checkpoint_keep_last, or "
+        "core.checkpoint_keep_every, before the start of a run that may have to go back"
     )
 
 

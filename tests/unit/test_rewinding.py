@@ -55,6 +55,7 @@ def content(run: CompletedRun) -> dict[str, bytes]:
         (9, r"no checkpoint after 9 updates, only 8 are finished"),
         (8, r"stands after 8 updates already"),
         (0, r"no intact checkpoint after 0 updates"),
+        (2, r"after 4, 8 updates\. The run deletes older ones \(core\.checkpoint_keep_last = 2\)"),
     ],
 )
 def test_impossible_rewinds_are_refused_and_change_nothing(
@@ -64,6 +65,14 @@ def test_impossible_rewinds_are_refused_and_change_nothing(
     with pytest.raises(ConfigurationError, match=reason):
         plan_rewind(run.store, RewindRequest(updates=updates), 2, "again")
     assert content(run) == before
+
+
+def test_a_run_that_deletes_no_checkpoint_is_not_told_to_keep_more(run: CompletedRun) -> None:
+    document = run.store.read_json(layout.RESOLVED_CONFIG)
+    document["core"] |= {"checkpoint_keep_last": None}
+    run.store.write_json(layout.RESOLVED_CONFIG, document)
+    with pytest.raises(ConfigurationError, match=r"checkpoints after 4, 8 updates$"):
+        plan_rewind(run.store, RewindRequest(updates=2), 2, "again")
 
 
 def test_a_damaged_checkpoint_is_no_target(run: CompletedRun) -> None:
