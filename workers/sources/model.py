@@ -25,7 +25,7 @@ from models.errors import ConfigurationError
 from workers.engines.native.model_shape import read_model_shape
 from workers.engines.sglang.own_head import require_own_head
 from workers.sources.folders import MARKER, inventory, is_as_made, staged
-from workers.sources.origins import FolderOrigin, Origin, origin_of
+from workers.sources.origins import BucketOrigin, FolderOrigin, Origin, origin_of
 
 _log = structlog.get_logger(__name__)
 
@@ -67,6 +67,8 @@ def prepare_model(spec: RunSpec, store: Store) -> PreparedModel:
     if has_folder(store, layout.PREPARED_MODEL):
         _require_same(local_folder(store, layout.PREPARED_MODEL), identity)
     else:
+        if isinstance(origin, BucketOrigin):
+            require_usable(spec, origin.folder().path)
         _make(store, origin, identity)
     model = describe_model(local_folder(store, layout.PREPARED_MODEL))
     _require_positions(spec.core.max_context_length, model)

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from activities.storage.local_copy import FILES, local_folder
+from activities.storage.store import Store
+from configs.paths import is_url
 from configs.run import RunSpec
 from models.errors import ConfigurationError
 from workers.sources.folders import is_weight_file
@@ -41,7 +44,7 @@ def origin_of(spec: RunSpec) -> Origin:
 
 
 def local_origin(spec: RunSpec) -> Origin | None:
-    """The origin that ``model.source`` names on this machine; None for a hub id.
+    """The origin that ``model.source`` names on this machine or by a URL; None for a hub id.
 
     Raises:
         ConfigurationError: a missing package or folder, or a folder that is no model.
@@ -51,6 +54,8 @@ def local_origin(spec: RunSpec) -> Origin | None:
         return TinyOrigin(spec)
     if source.startswith(_WHEEL_PREFIX):
         return WheelOrigin.find(source.removeprefix(_WHEEL_PREFIX))
+    if is_url(source):
+        return BucketOrigin(source.rstrip("/"))
     path = Path(source).expanduser()
     if path.is_dir():
         return FolderOrigin(path.resolve())
@@ -90,7 +95,7 @@ class FolderOrigin:
     def build(self, stage: Path) -> None:
         """Link safetensors, copy the rest; refuse a source that changes meanwhile."""
         before = self._inventory()
-        for path in self._files():
+        for path in self.files():
             target = stage / path.relative_to(self.path)
             target.parent.mkdir(parents=True, exist_ok=True)
             if path.name.endswith(".safetensors"):
@@ -100,7 +105,7 @@ class FolderOrigin:
         if self._inventory() != before:
             raise ConfigurationError(f"model.source: {self.path} changed while it was prepared")
 
-    def _files(self) -> list[Path]:
+    def files(self) -> list[Path]:
         """Files that make up the model: hidden ones and weights in other formats are left out."""
         found = []
         for path in sorted(self.path.rglob("*")):
@@ -112,7 +117,7 @@ class FolderOrigin:
 
     def _inventory(self) -> list[dict[str, Any]]:
         rows = []
-        for path in self._files():
+        for path in self.files():
             stat = path.stat()
             row: dict[str, Any] = {
                 "path": str(path.relative_to(self.path)),
@@ -123,6 +128,45 @@ class FolderOrigin:
                 row["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
             rows.append(row)
         return rows
+
+
+@dataclass(frozen=True, slots=True)
+class BucketOrigin:
+    """A Hugging Face folder that a run exported to an object store, with its list of files."""
+
+    url: str
+
+    def identity(self) -> dict[str, Any]:
+        """Address and digest of the list, which holds the digest of every file."""
+        store, name = self._place()
+        try:
+            listed = store.read_bytes(f"{name}/{FILES}")
+        except FileNotFoundError as error:
+            raise ConfigurationError(
+                f"model.source: {self.url}: no model folder that a run exported: it has no {FILES}"
+            ) from error
+        digest = hashlib.sha256(listed).hexdigest()
+        return {
+            "source": {"path": self.url, "files_sha256": digest},
+            "format": "hf",
+            "conversion": None,
+        }
+
+    def folder(self) -> FolderOrigin:
+        """The same on this host, every byte proved. Downloads it unless the cache has it."""
+        return FolderOrigin(local_folder(*self._place()))
+
+    def build(self, stage: Path) -> None:
+        """Copy all of it: the cache may lose what nobody reads."""
+        source = self.folder()
+        for path in source.files():
+            target = stage / path.relative_to(source.path)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target)
+
+    def _place(self) -> tuple[Store, str]:
+        parent, _, name = self.url.rpartition("/")
+        return Store(parent), name
 
 
 @dataclass(frozen=True, slots=True)

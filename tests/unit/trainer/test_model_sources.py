@@ -13,6 +13,7 @@ import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from activities.storage.local_copy import CACHE_DIR, put_folder
 from activities.storage.store import Store
 from models.errors import ConfigurationError
 from workers.sources import origins
@@ -41,6 +42,27 @@ def test_a_folder_is_linked_copied_marked_and_used_again(make_spec, model_dir, s
     assert prepare_model(spec, store) == prepared
     assert (folder / "workflow-model.json").stat().st_mtime_ns == before
     assert not list(folder.parent.glob(".hf.preparing-*"))
+
+
+def test_an_export_in_a_bucket_is_copied(make_spec, model_dir, store, tmp_path, monkeypatch):
+    monkeypatch.setenv(CACHE_DIR, str(tmp_path / "cache"))
+    bucket, run = Store("memory://bucket"), f"runs/{tmp_path.name}"
+    url = f"memory://bucket/{run}/export-hf"
+    spec = make_spec(model={"source": url})
+    with pytest.raises(ConfigurationError, match=r"export-hf: no model folder .*\.files\.json"):
+        prepare_model(spec, store)
+    put_folder(bucket, model_dir, f"{run}/export-hf")
+    prepared = prepare_model(spec, store)
+    weights = prepared.path / "model.safetensors"
+    assert not weights.is_symlink()
+    assert weights.read_bytes() == (model_dir / "model.safetensors").read_bytes()
+    monkeypatch.setenv(CACHE_DIR, str(tmp_path / "another host"))
+    assert prepare_model(spec, store) == prepared
+    store.write_json("rollouts/0000000.e1.json", {})
+    (model_dir / "extra.json").write_text("{}")
+    put_folder(bucket, model_dir, f"{run}/export-hf")
+    with pytest.raises(ConfigurationError, match="prepared from another model"):
+        prepare_model(spec, store)
 
 
 def test_another_source_is_refused_and_says_what_changed(make_spec, model_dir, store):
