@@ -53,9 +53,14 @@ def plan_fork(source: Store, updates: int) -> CheckpointRef:
     """The checkpoint to start from, every byte of it read. Changes nothing.
 
     Raises:
-        ConfigurationError: there is no such checkpoint.
+        ConfigurationError: there is no such checkpoint, or the root is in a bucket.
         DigestMismatch: it is damaged.
     """
+    if not source.is_local:
+        raise ConfigurationError(
+            f"{source.root}: a run in a bucket cannot be forked; rewind it, or start a run that "
+            "has its export as model.source"
+        )
     reference = checkpoint_after(source, updates)
     verify_checkpoint(source, reference)
     return reference

@@ -146,6 +146,22 @@ def test_a_fork_onto_itself_or_onto_files_is_refused(run: CompletedRun, tmp_path
         plan_fork(run.store, 4)
 
 
+def test_buckets_are_refused_before_anything_is_read_or_made(
+    run: CompletedRun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(ConfigurationError, match="memory://bucket/run: a run in a bucket"):
+        plan_fork(Store("memory://bucket/run"), 4)
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    words = ["fork", run.store.root, "--at", "4", "--to", "memory://bucket/other", "--no-start"]
+    assert run_command(words) == 2
+    assert "memory://bucket/other: a run is forked to a local folder" in capsys.readouterr().err
+    assert sorted(tmp_path.iterdir()) == before
+
+
 def test_a_fork_that_breaks_off_is_not_there(
     run: CompletedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

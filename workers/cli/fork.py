@@ -10,6 +10,7 @@ import typer
 from activities.storage import layout
 from configs.fork import forked_run
 from configs.load import load_run
+from configs.paths import is_url
 from models.errors import ConfigurationError
 from workers.cli import artifacts
 from workers.cli.config import Overrides
@@ -50,7 +51,7 @@ def fork(
             f"{root} has no readable {layout.RESOLVED_CONFIG}; name the run file, or the output "
             "root, of a run that has a checkpoint"
         )
-    target = str(Path(to).expanduser().absolute())
+    target = to if is_url(to) else str(Path(to).expanduser().absolute())
     loaded = forked_run(recorded, name or Path(target).name, target, override or (), at)
     # Reads Parquet, which is slow to import; other verbs do without it.
     from activities.forking import fork as fork_run
@@ -77,7 +78,7 @@ def _root_of_files(source: str) -> str | None:
     """The output root that a run file or a folder means; none for a run's id or name."""
     if is_run_file(source):
         return load_run(source).spec.output.root
-    return source if "://" in source or Path(source).is_dir() else None
+    return source if is_url(source) or Path(source).is_dir() else None
 
 
 def _root_of_server(source: str, place: Place) -> str:
