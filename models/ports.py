@@ -10,7 +10,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 from models.background import BackgroundOrder
-from models.base import Frozen
+from models.base import Carried, Frozen
 from models.checkpoint import CheckpointFile
 from models.evaluation import EvaluateRequest, EvaluationReport, ExportReport
 from models.ids import FenceToken, RunRef
@@ -30,7 +30,7 @@ class StageProgress(Frozen):
     detail: str = ""
 
 
-class ActorStatus(Frozen):
+class ActorStatus(Carried):
     """One process of the fleet, for ``perdure status``."""
 
     role: str
@@ -47,6 +47,12 @@ class ActorStatus(Frozen):
     code_digest: str = ""
     gpus: tuple[str, ...] = ()
     """Devices that the process sees, as CUDA counts them on its host."""
+    started_unix: float | None = None
+    """When the process began; none in records of versions that did not say."""
+    last_failure: str = ""
+    """What ended the life before this one: kind of the error; empty when nothing failed."""
+    reason: str = ""
+    """Why this life began, in words; empty for the first one."""
 
 
 class ServingReport(Frozen):

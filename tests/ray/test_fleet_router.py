@@ -16,6 +16,7 @@ from models.publication import PublishRequest
 from models.rollout import CollectRequest, RolloutCollection
 from models.routing import RouterState
 from workers.fleet import RayFleet
+from workers.fleet.fleet import GIVEN_UP
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -116,6 +117,8 @@ async def test_engines_are_replaced_although_they_live(fleet: RayFleet, make_run
     assert [engine.name for engine in await fleet.engines(run.ref)] == ["engine-0"]
     (fresh,) = await fleet.heal_engines(run.token(), run.ref)
     assert (fresh.name, fresh.incarnation) == ("engine-1", 1)
+    again = (await statuses(fleet, run))["engine-1"]
+    assert (again.last_failure, again.reason) == GIVEN_UP
     old = run.token()
     run.claim()
     with pytest.raises(StaleFence):

@@ -114,6 +114,15 @@ async def test_each_component_is_rebuilt_alone(fleet: RayFleet, make_run):
         "trainer": 1,
     }
     assert after["engine-0"].pid == before["engine-0"].pid
+    for name, actor in after.items():
+        process = psutil.Process(actor.pid)
+        assert actor.started_unix == pytest.approx(process.create_time(), abs=0.02), name
+    causes = {name: (actor.last_failure, actor.reason) for name, actor in after.items()}
+    assert causes["engine-0"] == ("", "")
+    assert causes["engine-1"] == ("EngineLost", "its process ended: see logs/engine-1.log")
+    assert causes["trainer"][0] == "TrainerLost"
+    assert "died during" in causes["trainer"][1]
+    assert causes["producer"] == ("", "the run went back to where its files are")
 
 
 async def test_another_worker_attaches_to_the_same_actors(

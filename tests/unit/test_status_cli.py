@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,23 @@ def test_engine_that_died_between_publications_has_its_log(
     _, document = answer(capsys, run.store.root)
     engine = document["runs"][0]["attempts"][-1]
     assert engine["reason"].endswith(f"see {run.store.root}/logs/engine-1.log")
+
+
+def test_a_process_says_when_and_why_it_was_started_again(
+    run: CompletedRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started = time.time() - 90
+    actor = {
+        **{"role": "trainer", "rank": 0, "pid": 2**30, "host": "node-7", "incarnation": 1},
+        **{"started_unix": started, "last_failure": "TrainerLost", "reason": "trainer died"},
+        "of_a_later_version": 1,
+    }
+    run.store.write_json("fleet.json", [actor])
+    _, document = answer(capsys, run.store.root)
+    trainer = document["runs"][0]["attempts"][-1]
+    assert (trainer["task"], trainer["attempt"], trainer["host"]) == ("trainer", 1, "node-7")
+    assert (trainer["last_failure"], trainer["reason"]) == ("TrainerLost", "trainer died")
+    assert trainer["age_s"] == pytest.approx(90, abs=30)
 
 
 def test_a_flaw_is_printed_with_path_and_remedy(

@@ -42,6 +42,10 @@ class ActorOrder(Frozen):
     """Devices of the trainer that a colocated engine shares; it has none of Ray's."""
     engine_token: SecretStr | None = None
     """What engines and router of the fleet ask for; None: they answer everybody."""
+    last_failure: str = ""
+    """Kind of the error that ended the life before; empty when nothing failed."""
+    reason: str = ""
+    """Why there is a life after the first."""
 
     @property
     def name(self) -> str:
@@ -105,6 +109,9 @@ def describe(
         resident_bytes=_resident_bytes(shown),
         code_digest=source_digest(),
         gpus=visible_gpus(order),
+        started_unix=_started_unix(shown),
+        last_failure=order.last_failure,
+        reason=order.reason,
     )
     return ActorFacts(
         order=order,
@@ -197,6 +204,13 @@ def num_cores() -> int:
 def inherited(variables: Mapping[str, str]) -> dict[str, str]:
     """This process's environment with ``variables`` on top, for a child process."""
     return os.environ | dict(variables)
+
+
+def _started_unix(pid: int) -> float | None:
+    try:
+        return psutil.Process(pid).create_time()
+    except psutil.Error:
+        return None  # it has ended meanwhile
 
 
 def _resident_bytes(pid: int) -> int | None:

@@ -107,14 +107,13 @@ def _actors(run: dict[str, Any], fleet: list[dict[str, Any]]) -> list[dict[str, 
     rows = []
     for actor in fleet:
         name, alive = f"{actor['role']}-{actor['rank']}", bool(actor["alive"])
-        phase, reason = failures.get((name, actor["incarnation"] - 1), (None, None))
+        failure, reason = failures.get(
+            (name, actor["incarnation"] - 1),
+            (actor["last_failure"] or None, actor["reason"] or None),
+        )
         if actor["incarnation"] and reason is None:
-            log = (
-                f"{run['root']}/logs/{name}.log"
-                if actor["role"] == "engine"
-                else "the log of its worker"
-            )
-            reason = f"replaced between publications: see {log}"
+            reason = _where_it_may_be_told(run["root"], actor)
+        started = actor["started_unix"] or (_started_unix(actor["pid"]) if alive else None)
         rows.append(
             {
                 "task": actor["role"],
@@ -122,12 +121,19 @@ def _actors(run: dict[str, Any], fleet: list[dict[str, Any]]) -> list[dict[str, 
                 "state": "running" if alive else "ended" if ended else "lost",
                 "attempt": actor["incarnation"],
                 "host": actor["host"],
-                "age_s": _age(_started_unix(actor["pid"])) if alive else None,
-                "last_failure": phase,
+                "age_s": _age(started) if alive else None,
+                "last_failure": failure,
                 "reason": reason,
             }
         )
     return rows
+
+
+def _where_it_may_be_told(root: str, actor: dict[str, Any]) -> str:
+    """For records of versions that kept no reason."""
+    log = f"{root}/logs/engine-{actor['rank']}.log"
+    where = log if actor["role"] == "engine" else "the log of its worker"
+    return f"replaced between publications: see {where}"
 
 
 def _engine_failures(root: str) -> dict[tuple[str, int], tuple[str, str]]:

@@ -36,10 +36,13 @@ class RemoteActor:
         self.name = name
         self._lost = lost
         self._handle: Any | None = None
+        self.loss: ActorLost | None = None
+        """The first sign that the newest known actor of this name is dead."""
 
     def adopt(self, handle: Any) -> None:
         """Use a handle that was just created."""
         self._handle = handle
+        self.loss = None
 
     async def handle(self) -> Any:
         """The actor's handle; raises ``lost`` when no actor has the name."""
@@ -71,7 +74,8 @@ class RemoteActor:
         handle = await self.handle()
         try:
             return await self._once(handle, method, args, timeout_s, cancel)
-        except self._lost:
+        except self._lost as error:
+            self.loss = self.loss or error
             newer = await self._replacement(handle)
             if newer is None or not follow:
                 raise
@@ -106,7 +110,7 @@ class RemoteActor:
         # Ray identifies an actor by its id; the public handle offers no comparison.
         if found is None or found._actor_id == dead._actor_id:
             return None
-        self._handle = found
+        self.adopt(found)
         return found
 
 

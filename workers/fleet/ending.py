@@ -16,7 +16,7 @@ from workers.fleet.cluster import RayCluster
 from workers.fleet.engines import Engines
 from workers.fleet.folders import remove_run_folders
 from workers.fleet.placement import unplace
-from workers.fleet.run_fleet import LOST, RunFleet
+from workers.fleet.run_fleet import LOST, Cause, RunFleet
 
 GRACE_S = 3.0
 """For a server's clean end and for components to close."""
@@ -52,14 +52,17 @@ async def teardown(fleet: RunFleet, engines: Engines) -> None:
     _log.info("fleet ended", run=fleet.run.run_id, actors=names)
 
 
-async def end_actor(fleet: RunFleet, name: str) -> None:
+async def end_actor(fleet: RunFleet, name: str, cause: Cause | None = None) -> None:
     """A clean end within a deadline, then the kill. Errors of a dying actor do not matter.
 
-    Nothing happens when no actor has the name. The caller holds ``fleet.lock``.
+    Nothing happens when no actor has the name. The caller holds ``fleet.lock``. ``cause``: why it
+    will live again, unless it is dead already of something else.
     """
     role, rank = _parsed(name)
     actor = fleet.actor(role, rank)
     facts = await fleet.facts(role, rank)
+    if cause is not None:
+        fleet.note(name, cause)
     with contextlib.suppress(PerdureError):
         if role in ("engine", "router"):
             await actor.call("stop", GRACE_S, timeout_s=CLOSE_TIMEOUT_S)

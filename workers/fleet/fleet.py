@@ -20,7 +20,9 @@ from workers.fleet.engines import Engines, together
 from workers.fleet.preparing import prepare
 from workers.fleet.remote_ports import RemoteProducer, RemoteTrainer
 from workers.fleet.router import Router
-from workers.fleet.run_fleet import RunFleet
+from workers.fleet.run_fleet import Cause, RunFleet
+
+GIVEN_UP = Cause("EngineLost", "given up: it did not take weights, give memory back, or answer")
 
 _log = structlog.get_logger(__name__)
 
@@ -91,7 +93,7 @@ class RayFleet:
         fleet = self._run(run).fleet
         async with fleet.lock:
             await asyncio.to_thread(require_epoch, fleet.store, token.epoch)
-            await asyncio.gather(*(ending.end_actor(fleet, name) for name in names))
+            await asyncio.gather(*(ending.end_actor(fleet, name, GIVEN_UP) for name in names))
 
     async def heal_engines(self, token: FenceToken, run: RunRef) -> tuple[EngineHandle, ...]:
         """See ``FleetPort.heal_engines``.

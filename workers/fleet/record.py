@@ -24,9 +24,13 @@ class FleetRecord:
         """Forget what was read: another worker may have written since."""
         self._rows = None
 
+    def newest(self, role: str, rank: int) -> ActorStatus | None:
+        """The newest life of a process; none when the run never had it."""
+        return self._load().get((role, rank))
+
     def next_incarnation(self, role: str, rank: int) -> int:
         """0 for the first life, else one more than the newest."""
-        last = self._load().get((role, rank))
+        last = self.newest(role, rank)
         return 0 if last is None else last.incarnation + 1
 
     def write(self, *statuses: ActorStatus) -> None:

@@ -1,7 +1,7 @@
 """What this process knows of one run's fleet: caches only, all of it can be found again."""
 
 import asyncio
-from typing import Any
+from typing import Any, NamedTuple
 
 from activities.multiplier import infra_timeout_multiplier
 from activities.site import spec_of, store_of
@@ -31,6 +31,13 @@ LOST: dict[str, type[ActorLost]] = {
 }
 
 
+class Cause(NamedTuple):
+    """Why a process lives again: kind of what failed, if something did, and words."""
+
+    kind: str
+    reason: str
+
+
 class RunFleet:
     """Actors, record and lock of one run. Whoever makes or ends actors holds ``lock``."""
 
@@ -41,6 +48,7 @@ class RunFleet:
         self.record = FleetRecord(self.store)
         self.lock = asyncio.Lock()
         self._actors: dict[str, RemoteActor] = {}
+        self._causes: dict[str, Cause] = {}
         self._record_lock = asyncio.Lock()
 
     async def spec(self) -> RunSpec:
@@ -64,13 +72,20 @@ class RunFleet:
 
     async def facts(self, role: str, rank: int = 0) -> ActorFacts | None:
         """What a live actor says about itself; None when it is dead or does not answer."""
+        name, actor = actor_name(role, rank), self.actor(role, rank)
         try:
-            facts: ActorFacts = await self.actor(role, rank).call(
-                "facts", timeout_s=quick_timeout_s()
-            )
-        except (ActorLost, ServiceUnreachable):
+            facts: ActorFacts = await actor.call("facts", timeout_s=quick_timeout_s())
+        except (ActorLost, ServiceUnreachable) as error:
+            first = actor.loss or error
+            self.note(name, Cause(type(first).__name__, first.message))
             return None
+        if self.belongs(facts):
+            self._causes.pop(name, None)  # it was out of reach only
         return facts
+
+    def note(self, name: str, cause: Cause) -> None:
+        """Why the actor ``name`` will have to live again; of several causes the first counts."""
+        self._causes.setdefault(name, cause)
 
     def belongs(self, facts: ActorFacts) -> bool:
         """Whether an actor was made for this run, this run file and this code, and is fit."""
@@ -98,11 +113,15 @@ class RunFleet:
             ServiceUnreachable: Ray did not start it in time.
         """
         name = actor_name(role, rank)
+        incarnation, former = await self._former(role, rank)
+        cause = Cause("", "") if former is None else await self._cause(former)
         order = ActorOrder(
             run=self.run,
             role=role,
             rank=rank,
-            incarnation=await self._next_incarnation(role, rank),
+            incarnation=incarnation,
+            last_failure=cause.kind,
+            reason=cause.reason,
             scratch=str(scratch_folder(self.run.root)),
             timeout_factor=infra_timeout_multiplier(),
             engine_token=fleet_token(),
@@ -113,6 +132,7 @@ class RunFleet:
         )
         actor = self.actor(role, rank)
         actor.adopt(handle)
+        self._causes.pop(name, None)
         facts: ActorFacts = await actor.call("facts", timeout_s=await self.startup_timeout_s())
         require_same_code(facts, source_digest())
         await self.remember(facts.status)
@@ -129,10 +149,32 @@ class RunFleet:
             self.record.refresh()
             return await asyncio.to_thread(self.record.rows)
 
-    async def _next_incarnation(self, role: str, rank: int) -> int:
+    async def _former(self, role: str, rank: int) -> tuple[int, ActorStatus | None]:
+        """The number of the next life of (role, rank), and the life before it."""
         async with self._record_lock:
             self.record.refresh()
-            return await asyncio.to_thread(self.record.next_incarnation, role, rank)
+            number = await asyncio.to_thread(self.record.next_incarnation, role, rank)
+            return number, self.record.newest(role, rank)
+
+    async def _cause(self, former: ActorStatus) -> Cause:
+        """Why ``former`` is replaced: as it was noted, else as it, or its absence, tells now."""
+        name = actor_name(former.role, former.rank)
+        if not former.alive:
+            return Cause("", "started again with its run")
+        loss = self.actor(former.role, former.rank).loss
+        if loss is not None:
+            self.note(name, Cause(type(loss).__name__, loss.message))
+        facts = None if name in self._causes else await self.facts(former.role, former.rank)
+        if facts is None:
+            return self._causes[name]
+        if facts.order.run != self.run:
+            return Cause("", "the life before was made for another run file")
+        if facts.status.code_digest != source_digest():
+            return Cause("", "the life before ran other code")
+        if facts.serving:
+            return Cause("", "the run went back to where its files are")
+        log = f": see logs/{name}.log" if former.role == "engine" else ""
+        return Cause(LOST[former.role].__name__, f"its process ended{log}")
 
 
 def quick_timeout_s() -> float:
