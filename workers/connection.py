@@ -5,6 +5,7 @@ import logging
 import re
 from datetime import timedelta
 from functools import lru_cache
+from typing import Any
 
 import structlog
 from temporalio.api.operatorservice.v1 import AddSearchAttributesRequest
@@ -22,7 +23,8 @@ from temporalio.service import RPCError
 
 from activities.server import SEARCH_ATTRIBUTES, missing_search_attributes
 from models.errors import ConfigurationError, ServiceUnreachable
-from workers.plugin import perdure_plugin
+from workers.converter import data_converter
+from workers.payload_keys import payload_keys
 
 CONNECT_TIMEOUT_S = 5.0
 DEFAULT_ADDRESS = "127.0.0.1:7233"
@@ -36,8 +38,9 @@ async def connect(
     configured: bool = True,
     timeout_s: float = CONNECT_TIMEOUT_S,
     metrics_address: str | None = None,
+    works: bool = True,
 ) -> Client:
-    """A client with Perdure's plugin.
+    """A client that reads and writes payloads as Perdure's workers do.
 
     Args:
         address: ``host:port``; else the profile's, ``TEMPORAL_ADDRESS`` or the default.
@@ -45,6 +48,8 @@ async def connect(
             embedded server, which has none of another server's.
         timeout_s: deadline of the connection, all addresses and handshakes included.
         metrics_address: ``host:port`` where this process answers ``/metrics``; None: nowhere.
+        works: workers will use it, and take sandbox and failure types from its plugin. A command
+            line that only asks is faster without.
 
     Raises:
         ServiceUnreachable: no server answered in time.
@@ -57,11 +62,17 @@ async def connect(
     config.setdefault("target_host", DEFAULT_ADDRESS)
     where = config["target_host"]
     runtime = _runtime(metrics_address)
+    if works:
+        from workers.plugin import perdure_plugin  # imports workers and their sandbox
+
+        payloads: dict[str, Any] = {"plugins": [perdure_plugin()]}
+    else:
+        payloads = {"data_converter": data_converter(payload_keys())}
     try:
         async with asyncio.timeout(timeout_s):
             return await Client.connect(
                 **config,
-                plugins=[perdure_plugin()],
+                **payloads,
                 runtime=runtime,
                 connect_timeout=timedelta(seconds=timeout_s),
             )

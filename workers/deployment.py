@@ -2,11 +2,14 @@
 
 import os
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from temporalio.common import VersioningBehavior, WorkerDeploymentVersion
-from temporalio.worker import WorkerDeploymentConfig
 
 from models.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from temporalio.worker import WorkerDeploymentConfig
 
 DEPLOYMENT = "PERDURE_DEPLOYMENT"
 """Name of the deployment; one for the control and the GPU workers of a fleet."""
@@ -14,7 +17,7 @@ BUILD_ID = "PERDURE_BUILD_ID"
 """Version of the workers, for example the tag of their image."""
 
 
-def deployment(environment: Mapping[str, str] | None = None) -> WorkerDeploymentConfig | None:
+def deployment(environment: Mapping[str, str] | None = None) -> "WorkerDeploymentConfig | None":
     """The version of this worker; None without the two variables: any worker takes any task.
 
     Runs move to the current version with their next workflow task: the workflow code replays the
@@ -31,6 +34,8 @@ def deployment(environment: Mapping[str, str] | None = None) -> WorkerDeployment
         raise ConfigurationError(
             f"{DEPLOYMENT} is {name!r} and {BUILD_ID} is {build_id!r}; set both or neither"
         )
+    from temporalio.worker import WorkerDeploymentConfig  # slow; who launches needs the name alone
+
     return WorkerDeploymentConfig(
         version=WorkerDeploymentVersion(deployment_name=name, build_id=build_id),
         use_worker_versioning=True,

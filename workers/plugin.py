@@ -3,16 +3,14 @@
 import dataclasses
 
 from pydantic import ValidationError
-from temporalio.contrib.pydantic import pydantic_data_converter
-from temporalio.converter import DataConverter, DefaultFailureConverterWithEncodedAttributes
 from temporalio.plugin import SimplePlugin
 from temporalio.worker import WorkflowRunner
 from temporalio.worker.workflow_sandbox import SandboxedWorkflowRunner, SandboxRestrictions
 from temporalio.workflow import SandboxImportNotificationPolicy
 
 from models.errors import PerdureError
-from workers.payload_codec import EncryptionCodec
-from workers.payload_keys import PayloadKeys, payload_keys
+from workers.converter import data_converter
+from workers.payload_keys import payload_keys
 
 PASSED_THROUGH = (
     "models",  # types shared with activities; twins of them would not compare equal
@@ -45,16 +43,6 @@ def perdure_plugin() -> SimplePlugin:
         data_converter=data_converter(payload_keys()),
         workflow_runner=_runner,
         workflow_failure_exception_types=[ValidationError, PerdureError],
-    )
-
-
-def data_converter(keys: PayloadKeys) -> DataConverter:
-    """Pydantic's JSON, encrypted where there are ``keys``."""
-    converter = dataclasses.replace(pydantic_data_converter, payload_codec=EncryptionCodec(keys))
-    if not keys.encrypt_failures:
-        return converter
-    return dataclasses.replace(
-        converter, failure_converter_class=DefaultFailureConverterWithEncodedAttributes
     )
 
 

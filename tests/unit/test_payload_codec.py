@@ -6,9 +6,9 @@ import pytest
 from temporalio.api.common.v1 import Payload
 
 from models.errors import ConfigurationError
+from workers.converter import data_converter
 from workers.payload_codec import EncryptionCodec
 from workers.payload_keys import PayloadKeys, payload_keys
-from workers.plugin import data_converter
 
 ciphers = pytest.importorskip(
     "cryptography.hazmat.primitives.ciphers.aead", reason="cryptography is not installed"

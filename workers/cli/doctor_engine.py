@@ -2,7 +2,7 @@
 
 import asyncio
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlsplit
 
 import typer
@@ -13,7 +13,9 @@ from workers.cli.errors import FAILED
 from workers.cli.findings import findings_table
 from workers.cli.output import out, print_json
 from workers.local_stack.state import state_dir, token_path
-from workers.preflight.engine import Report
+
+if TYPE_CHECKING:
+    from workers.preflight.engine import Report
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -39,7 +41,7 @@ def engine(
         raise typer.Exit(FAILED)
 
 
-def show(console: Console, report: Report) -> None:
+def show(console: Console, report: "Report") -> None:
     """The findings as a table, and the verdict as the last line."""
     console.print(findings_table(report.findings))
     offered = sum(finding.ok is not None for finding in report.findings)
@@ -51,7 +53,7 @@ def show(console: Console, report: Report) -> None:
     )
 
 
-async def _examine(url: str, timeout_s: float) -> Report:
+async def _examine(url: str, timeout_s: float) -> "Report":
     from activities.wire.probe import EngineProbe
     from workers.preflight.engine import INFORMATION, examine
     from workers.preflight.engine_generation import GENERATION
