@@ -23,7 +23,7 @@ from activities.storage.store import Store, free_bytes
 from configs.compare import differences, recorded_identity
 from configs.load import Loaded, document_sha256, resolve_document
 from configs.plan import build_plan, loop_plan
-from models.checkpoint import RewindRequest
+from models.checkpoint import Rewind, RewindRequest
 from models.errors import ConfigurationError, StaleFence, StorageFull
 from models.ids import RunRef
 from models.run import ClaimResult, RecordRequest, RevokeRequest, RunProgress, RunRequest, RunState
@@ -107,6 +107,8 @@ def _claim(request: RunRequest, loaded: Loaded, owner: Owner, attributes: bool) 
         attempt = _register_attempt(store, loaded, owner.workflow_run_id, started_unix)
         if request.rewind is not None:
             rewind = rewind_once(store, request.rewind, epoch, owner.workflow_run_id)
+        else:
+            rewind = _standing_rewind(store)
         settle_rewinds(store, loaded.spec.output.hf_dir)
         store.write_json(layout.RESOLVED_CONFIG, loaded.document)
         store.write_json(layout.PLAN_JSON, build_plan(loaded))
@@ -215,6 +217,17 @@ def _register_attempt(
     row = {"attempt": len(rows), "started_unix": started_unix, "workflow_run_id": workflow_run_id}
     store.write_json(layout.ATTEMPTS_JSON, [*rows, row])
     return len(rows)
+
+
+def _standing_rewind(store: Store) -> Rewind | None:
+    """The last rewind while its checkpoint is the newest: what it undid may live on in the fleet.
+
+    The start that rewound may have ended before it prepared anything.
+    """
+    rewinds = read_rewinds(store)
+    newest = newest_checkpoint(store) if rewinds else None
+    is_there = newest is not None and newest.folder == rewinds[-1].checkpoint.folder
+    return rewinds[-1] if is_there else None
 
 
 def _attempts(store: Store) -> list[dict[str, Any]]:

@@ -214,3 +214,26 @@ async def test_a_claim_that_is_cut_off_rewinds_once(
     assert rows(stage)[-3:] == [(3, 4), (4, 4), (5, 4)]
     assert [row["attempt"] for row in stage.store.read_json(layout.ATTEMPTS_JSON)] == [0, 1]
     assert await asks(Desk(stage, stage.root.parent), "complete")
+
+
+async def test_a_start_after_one_that_only_rewound_keeps_nothing_of_what_is_undone(
+    stage: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage.fleet, "teardown", _nothing)  # the trainer is left over
+    document = stage.document(**MANY)
+    await stage.run(document)
+    stage.fleet.script.hold("prepare")
+    handle = await start(stage, document, 5)
+    await until(lambda: _is_preparing(stage))
+    await handle.terminate("lost")
+    stage.fleet.script.gates.clear()
+    outcome = await stage.run(document)
+    assert (outcome.updates, outcome.start_rollout_id) == (6, 5)
+    prepared = [entry for entry in stage.fleet.log if entry.startswith("prepared")]
+    assert prepared[-1] == "prepared 5 trainer,producer"
+    assert rows(stage)[-1] == (5, 3)
+
+
+async def _is_preparing(stage: Any) -> bool:
+    (progress, rewinds) = (await stage.progress(), read_rewinds(stage.store))
+    return bool(rewinds) and progress.stage == "prepare"
