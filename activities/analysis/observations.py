@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from activities.analysis.held import Series
+from activities.rollout.occupancy import GAUGES
 from activities.storage import layout
 from activities.storage.store import Store
 
@@ -14,27 +15,13 @@ HARDWARE_FILE = "gpu_usage"
 GPU_METRICS = ("utilization.gpu", "utilization.memory", "memory.used", "memory.total")
 """Percent, percent, MiB, MiB."""
 
-_PLAIN = (
-    "producer_owned_groups",
-    "producer_active_group_tasks",
-    "producer_admission_open",
-    "producer_unfinished_samples",
-    "completed_queue_groups",
-    "completed_queue_capacity_groups",
-    "generation_admission_paused",
-    "generation_admission_waiters",
-    "generation_active_calls",
-    "http_capacity_requests",
-    "http_active_requests",
-    "http_waiting_requests",
-)
 _HELD = (
     ("completed_queue", "response_tokens"),
     ("producer_ready", "groups"),
     ("producer_ready", "response_tokens"),
 )
 PIPELINE_SERIES = (
-    *_PLAIN,
+    *GAUGES,
     *(f"{place}_{kind}" for place, kind in _HELD),
     "completed_queue_full",
     "completed_put_blocked",
@@ -122,7 +109,7 @@ def devices(store: Store) -> list[Device]:
 
 
 def _pipeline_values(row: Mapping[str, Any]) -> dict[str, Any]:
-    values: dict[str, Any] = {name: row.get(name) for name in _PLAIN}
+    values: dict[str, Any] = {name: row.get(name) for name in GAUGES}
     for place, kind in _HELD:
         values[f"{place}_{kind}"] = (row.get(place) or {}).get(kind)
     groups, capacity = row.get("completed_queue_groups"), row.get("completed_queue_capacity_groups")

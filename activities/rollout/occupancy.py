@@ -72,6 +72,10 @@ class Occupancy:
 
 _NAMES = tuple(field.name for field in fields(Occupancy) if field.name != "errors")
 _PLACES = ("completed_queue", "producer_ready", "shutdown_unqueued")
+GAUGES = tuple(
+    name for name in _NAMES if name not in _PLACES and not name.startswith("completed_put_")
+)
+"""Keys whose value is one number that holds at that moment."""
 
 OCCUPANCY_KEYS = (
     "time_unix",

@@ -1,12 +1,13 @@
 """``analyze``: what a finished run's files say about its speed."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from statistics import median
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.table import Table
 
+from activities.storage import layout
 from workers.cli.names import root_of
 from workers.cli.output import notice, out, print_json
 
@@ -23,6 +24,7 @@ Incomplete = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
+Report = dict[str, Any]
 Warmup = Annotated[int, typer.Option(help="First updates that are not measured.")]
 
 
@@ -31,59 +33,46 @@ def _group() -> None:
     """Measure a finished run from its files."""
 
 
-@group.command()
-def throughput(
-    root: Root, warmup: Warmup = 3, allow_incomplete: Incomplete = False, json: Json = False
-) -> None:
-    """Times of updates, waits of the trainer, delivered and discarded tokens, unused work.
+class Analysis(NamedTuple):
+    """One command. All take the same arguments and deliver in the same way."""
 
-    Writes `throughput-analysis.json` under the root.
-    """
+    name: str
+    purpose: str
+    warmup: int
+    """Updates that are not measured by default."""
+    written: str
+    """The file under the root."""
+    table: Callable[[Report], Table]
+
+
+def _command(analysis: Analysis) -> Callable[..., None]:
+    def command(
+        root: Root,
+        warmup: Warmup = analysis.warmup,
+        allow_incomplete: Incomplete = False,
+        json: Json = False,
+    ) -> None:
+        measure = _measures()[analysis.name]
+        report = measure(root_of(root), warmup, allow_incomplete=allow_incomplete)
+        _deliver(report, analysis.written, json)
+        if not json:
+            out().print(analysis.table(report))
+
+    return command
+
+
+def _measures() -> dict[str, Callable[..., Report]]:
     # pyarrow and fsspec are slow to import; other verbs do without them.
-    from activities.analysis.throughput import analyze
-    from activities.storage import layout
+    from activities.analysis import capacity, occupancy, throughput
 
-    report = analyze(root_of(root), warmup, allow_incomplete=allow_incomplete)
-    _deliver(report, layout.THROUGHPUT_ANALYSIS, json)
-    if not json:
-        out().print(_table(_throughput_rows(report)))
-
-
-@group.command()
-def capacity(
-    root: Root, warmup: Warmup = 6, allow_incomplete: Incomplete = False, json: Json = False
-) -> None:
-    """Token rates and hardware use of every update, where trainer and engines are apart.
-
-    Writes `capacity-analysis.json` under the root.
-    """
-    from activities.analysis.capacity import measurements
-    from activities.storage import layout
-
-    report = measurements(root_of(root), warmup, allow_incomplete=allow_incomplete)
-    _deliver(report, layout.CAPACITY_ANALYSIS, json)
-    if not json:
-        out().print(_table(_capacity_rows(report)))
+    return {
+        "throughput": throughput.analyze,
+        "capacity": capacity.measurements,
+        "occupancy": occupancy.analyze,
+    }
 
 
-@group.command()
-def occupancy(
-    root: Root, warmup: Warmup = 6, allow_incomplete: Incomplete = False, json: Json = False
-) -> None:
-    """How busy pipeline, engines and GPUs were, weighted by time.
-
-    Writes `occupancy-analysis.json` under the root.
-    """
-    from activities.analysis.occupancy import analyze
-    from activities.storage import layout
-
-    report = analyze(root_of(root), warmup, allow_incomplete=allow_incomplete)
-    _deliver(report, layout.OCCUPANCY_ANALYSIS, json)
-    if not json:
-        out().print(_occupancy_table(report))
-
-
-def _deliver(report: dict[str, Any], rel: str, json: bool) -> None:
+def _deliver(report: Report, rel: str, json: bool) -> None:
     """Write ``report`` under its root, and print it when ``json``."""
     from activities.storage.store import Store
 
@@ -95,7 +84,7 @@ def _deliver(report: dict[str, Any], rel: str, json: bool) -> None:
         notice(f"written: {store.root}/{rel}")
 
 
-def _throughput_rows(report: Mapping[str, Any]) -> dict[str, str]:
+def _throughput_table(report: Report) -> Table:
     ending = "stopped at its soft deadline" if report["stopped_for_time"] else "ran to its horizon"
     if not report["end_to_end_passed"]:
         ending = f"{report['workflow']['status']}, not complete"
@@ -114,10 +103,10 @@ def _throughput_rows(report: Mapping[str, Any]) -> dict[str, str]:
     rows["unused at the end"] = (
         "-" if unused is None else f"{unused['response_tokens']['remaining']:,} response tokens"
     )
-    return rows
+    return _table(rows)
 
 
-def _capacity_rows(report: Mapping[str, Any]) -> dict[str, str]:
+def _capacity_table(report: Report) -> Table:
     """Medians over the warm updates that know a value."""
     warm = [row for row in report["rows"] if row["is_warm"]]
     names = {name: None for row in warm for name in row if not name.endswith("_coverage")}
@@ -126,10 +115,10 @@ def _capacity_rows(report: Mapping[str, Any]) -> dict[str, str]:
         known = [row[name] for row in warm if name in row]
         missing = f"  (known in {len(known)})" if len(known) < len(warm) else ""
         rows[name] = f"{median(known):,.4g}{missing}"
-    return rows
+    return _table(rows)
 
 
-def _occupancy_table(report: Mapping[str, Any]) -> Table:
+def _occupancy_table(report: Report) -> Table:
     table = Table("series", "coverage", "mean", "p95", "largest", "empty", box=None)
     for name, summary in report["pipeline"].items():
         table.add_row(name, *_cells(summary))
@@ -158,3 +147,31 @@ def _table(rows: Mapping[str, str]) -> Table:
 
 def _share(value: float | None) -> str:
     return "-" if value is None else f"{value:.1%}"
+
+
+_ANALYSES = (
+    Analysis(
+        "throughput",
+        "Times of updates, waits of the trainer, delivered and discarded tokens, unused work.",
+        3,
+        layout.THROUGHPUT_ANALYSIS,
+        _throughput_table,
+    ),
+    Analysis(
+        "capacity",
+        "Token rates and hardware use of every update, where trainer and engines are apart.",
+        6,
+        layout.CAPACITY_ANALYSIS,
+        _capacity_table,
+    ),
+    Analysis(
+        "occupancy",
+        "How busy pipeline, engines and GPUs were, weighted by time.",
+        6,
+        layout.OCCUPANCY_ANALYSIS,
+        _occupancy_table,
+    ),
+)
+for _each in _ANALYSES:
+    _help = f"{_each.purpose}\n\nWrites `{_each.written}` under the root."
+    group.command(_each.name, help=_help)(_command(_each))
