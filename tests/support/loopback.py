@@ -47,6 +47,9 @@ class LoopbackServer(ABC):
     async def close(self) -> None:
         """Refuse new connections and cut the open ones: to clients the server is gone."""
         if self._server is not None:
+            for listener in self._server.sockets:
+                asyncio.get_running_loop().remove_reader(listener)
+            await asyncio.sleep(0)  # asyncio leaks what was accepted and is not yet a transport
             self._server.close()
         for task in tuple(self._serving):
             task.cancel()
