@@ -17,6 +17,7 @@ from models.ports import ServingReport, StageProgress
 from models.prompt import DataState
 from models.rollout import CollectRequest, RolloutCollection
 from workers.actors.allocator import return_freed_memory
+from workers.actors.garbage import freeze_living_objects
 from workers.actors.order import ActorFacts, ActorOrder, describe, enter
 from workers.actors.preparation import PreparedRun
 from workers.sources.prompts import load_prompts
@@ -39,6 +40,7 @@ class ProducerActor:
         """
         producer = await asyncio.to_thread(_build, self._order, self._spec, prepared, state)
         producer.revoke(epoch - 1)
+        freeze_living_objects()
         self._producer = producer
         return await self.facts()
 
