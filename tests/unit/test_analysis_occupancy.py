@@ -87,6 +87,22 @@ def look(time: float, **values) -> dict:
     return {"time_unix": time, **values}
 
 
+def test_a_series_is_unknown_in_looks_that_do_not_show_it(run: MeasuredRun) -> None:
+    """Warm window: seconds 3 to 12. ``b`` is seen at 6 alone, and the rows are out of order."""
+    root = run.write()
+    a, b = ({"name": name, "labels": {}, "value": 2.0} for name in "ab")
+    rows = [(9.0, [a]), (3.0, [a]), (6.0, [a, b])]
+    run.append(
+        layout.engine_occupancy(URL), [look(at, engine=URL, series=series) for at, series in rows]
+    )
+    found = analyze(root, warmup=1)["engines"][URL]["series"]
+    assert {each["name"]: each["coverage"] for each in found} == {
+        "a": 1.0,
+        "b": pytest.approx(1 / 3),
+    }
+    assert {each["mean"] for each in found} == {2.0}
+
+
 def test_pipeline_series_with_the_derived_two(run: MeasuredRun) -> None:
     """Warm window of updates 1 to 3: seconds 3 to 12. The producer is restarted at second 9."""
     root = run.write()

@@ -153,6 +153,7 @@ def test_torn_tail_is_skipped_and_ended_by_the_next_append(tmp_path: Path) -> No
     assert store.read_jsonl("rows.jsonl") == ([{"n": 0}], 1)
     store.append_jsonl("rows.jsonl", {"n": 2})
     assert store.read_jsonl("rows.jsonl") == ([{"n": 0}, {"n": 2}], 1)
+    assert list(store.each_jsonl("rows.jsonl")) == [{"n": 0}, {"n": 2}]
 
 
 def test_whole_row_without_its_line_feed_counts(tmp_path: Path) -> None:
