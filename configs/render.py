@@ -19,8 +19,15 @@ def run_request(loaded: Loaded, rewind: RewindRequest | None = None) -> dict[str
     return request if rewind is None else {**request, "rewind": rewind.model_dump(mode="json")}
 
 
-def start_words(run_id: str, input_file: str) -> tuple[str, ...]:
-    """What follows ``temporal`` in the stock command that starts a run from a rendered file."""
+def start_words(run_id: str, input_file: str, timeout_s: float | None = None) -> tuple[str, ...]:
+    """What follows ``temporal`` in the stock command that starts a run from a rendered file.
+
+    Args:
+        run_id: the workflow's id.
+        input_file: the rendered file.
+        timeout_s: ``launch.timeout_s``.
+    """
+    limit = () if timeout_s is None else ("--execution-timeout", f"{timeout_s:f}s")
     return (
         *("workflow", "start"),
         *("--type", WORKFLOW_TYPE),
@@ -28,4 +35,5 @@ def start_words(run_id: str, input_file: str) -> tuple[str, ...]:
         *("--workflow-id", run_id),
         *("--id-conflict-policy", "Fail"),
         *("--input-file", input_file),
+        *limit,
     )

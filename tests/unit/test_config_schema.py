@@ -196,6 +196,8 @@ def test_the_rendered_input_is_the_workflow_input() -> None:
         f"workflow start --type {WORKFLOW_TYPE} --task-queue {CONTROL_QUEUE} "
         "--workflow-id train/a --id-conflict-policy Fail --input-file run.json"
     )
+    limited = start_words("train/a", "run.json", 5400.0)
+    assert limited[-2:] == ("--execution-timeout", "5400.000000s")
     assert run_request(loaded, RewindRequest(updates=4))["rewind"] == {"updates": 4, "reason": ""}
 
 

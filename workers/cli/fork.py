@@ -66,7 +66,7 @@ def fork(
     if place is None:
         notice(f"start it: {shlex.join(['perdure', 'run', file])}")
         return
-    equivalent(start_line(place, made.run_id, shlex.quote(file)))
+    equivalent(start_line(place, loaded.spec, shlex.quote(file)))
     # Temporal's client is imported where a server is talked to.
     from workers.cli.session import Session
 

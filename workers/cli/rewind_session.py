@@ -160,4 +160,4 @@ class RewindSession:
         if self._request.reason:
             words += ["--reason", self._request.reason]
         file = shlex.join([self._file, *words])
-        equivalent(start_line(self._place, loaded.spec.run_id, file))
+        equivalent(start_line(self._place, loaded.spec, file))

@@ -10,6 +10,7 @@ import typer
 from configs.load import Loaded, load_run
 from configs.problem import configuration_error
 from configs.render import start_words
+from configs.run import RunSpec
 from workers.cli import errors
 from workers.cli.config import Overrides, RunFile
 from workers.cli.names import as_options, run_id_of
@@ -91,12 +92,12 @@ def wait(
     raise typer.Exit(asyncio.run(wait_for(place, run_id, as_json=json)))
 
 
-def start_line(place: Place, run_id: str, rendered: str) -> str:
-    """The stock command lines that start ``run_id``; ``rendered`` is what is to be rendered."""
-    command = place.stock(*start_words(run_id, "run.json"))
+def start_line(place: Place, spec: RunSpec, rendered: str) -> str:
+    """The stock command lines that start a run; ``rendered`` is what is to be rendered."""
+    command = place.stock(*start_words(spec.run_id, "run.json", spec.launch.timeout_s))
     return f"perdure config render {rendered} > run.json && {command}"
 
 
 def _say_how(loaded: Loaded, place: Place, overrides: Sequence[str]) -> None:
     file = shlex.join([loaded.path, *as_options(overrides)])
-    equivalent(start_line(place, loaded.spec.run_id, file))
+    equivalent(start_line(place, loaded.spec, file))
