@@ -6,14 +6,15 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from activities.storage.local_copy import FILES, local_folder
-from activities.storage.store import Store
 from configs.paths import is_url
 from configs.run import RunSpec
 from models.errors import ConfigurationError
 from workers.sources.folders import is_weight_file
+
+if TYPE_CHECKING:
+    from activities.storage.store import Store
 
 _HASHED_SUFFIXES = (".json", ".jinja")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -138,6 +139,8 @@ class BucketOrigin:
 
     def identity(self) -> dict[str, Any]:
         """Address and digest of the list, which holds the digest of every file."""
+        from activities.storage.local_copy import FILES
+
         store, name = self._place()
         try:
             listed = store.read_bytes(f"{name}/{FILES}")
@@ -154,6 +157,8 @@ class BucketOrigin:
 
     def folder(self) -> FolderOrigin:
         """The same on this host, every byte proved. Downloads it unless the cache has it."""
+        from activities.storage.local_copy import local_folder
+
         return FolderOrigin(local_folder(*self._place()))
 
     def build(self, stage: Path) -> None:
@@ -164,7 +169,9 @@ class BucketOrigin:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, target)
 
-    def _place(self) -> tuple[Store, str]:
+    def _place(self) -> "tuple[Store, str]":
+        from activities.storage.store import Store  # fsspec is slow to import
+
         parent, _, name = self.url.rpartition("/")
         return Store(parent), name
 
