@@ -12,7 +12,6 @@ from configs.fork import forked_run
 from configs.load import load_run
 from configs.paths import is_url
 from models.errors import ConfigurationError
-from workers.cli import artifacts
 from workers.cli.config import Overrides
 from workers.cli.names import is_run_file, run_id_of
 from workers.cli.output import equivalent, notice
@@ -45,6 +44,8 @@ def fork(
     root = _root_of_files(source)
     if root is None:
         root = _root_of_server(source, ensure_place(address, notice))
+    from workers.cli import artifacts  # fsspec is slow to import
+
     recorded = artifacts.read_json(root, layout.RESOLVED_CONFIG)
     if not isinstance(recorded, dict):
         raise ConfigurationError(

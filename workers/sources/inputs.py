@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from activities.storage.store import Store
 from configs.inputs import find_missing_inputs
 from configs.paths import is_url
 from configs.problem import Problem
@@ -24,7 +23,7 @@ def find_input_problems(spec: RunSpec) -> list[Problem]:
     return [
         *_refusals(partial(_check_model, spec)),
         *find_missing_inputs(spec),
-        *_refusals(partial(Store, spec.output.root)),
+        *_refusals(partial(_check_root, spec.output.root)),
         *_data(spec),
         *_server_arguments(spec),
     ]
@@ -38,6 +37,14 @@ def find_engine_problems(spec: RunSpec) -> list[Problem]:
     if spec.inference.engine != "sglang" or os.environ.get(RAY_ADDRESS):
         return []
     return list(_refusals(require_sglang))
+
+
+def _check_root(root: str) -> None:
+    """Refuse a URL that no installed package opens; any local path can be opened."""
+    if is_url(root):
+        from activities.storage.store import Store  # fsspec is slow to import
+
+        Store(root)
 
 
 def _check_model(spec: RunSpec) -> None:
