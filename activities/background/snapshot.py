@@ -137,7 +137,7 @@ def _take(store: Store, update: int, weights: WeightsRef, token: FenceToken) -> 
             store.rename(target, f"{target}.incomplete-{secrets.token_hex(4)}")
         store.rename(staged, target)
     else:
-        _upload(store, reference, weights)
+        _upload(store, reference, weights, token)
     removed = prune_snapshots(store)
     _log.info("snapshot stored", folder=target, bytes=weights.num_bytes, removed=removed)
     return reference
@@ -176,12 +176,13 @@ def _stage(store: Store, reference: SnapshotRef, weights: WeightsRef) -> str:
     return staged
 
 
-def _upload(store: Store, reference: SnapshotRef, weights: WeightsRef) -> None:
-    """An object store cannot rename: its marker is written last."""
+def _upload(store: Store, reference: SnapshotRef, weights: WeightsRef, token: FenceToken) -> None:
+    """An object store cannot rename: its marker is written last, by the root's owner alone."""
     store.remove_tree(reference.folder)
     put_folder(store, _readable(weights), reference.folder)
     facts = reference.model_dump(mode="json")
     store.write_json(f"{reference.folder}/{layout.SNAPSHOT_FACTS}", facts)
+    require_epoch(store, token.epoch)
     store.write_bytes(f"{reference.folder}/{layout.SNAPSHOT_COMPLETE}", b"")
 
 

@@ -7,9 +7,10 @@ import pytest
 from temporalio.testing import ActivityEnvironment
 
 from activities.background.receipts import encoded
-from activities.background.snapshot import find_snapshot, prune_snapshots, snapshot
+from activities.background.snapshot import _take, find_snapshot, prune_snapshots, snapshot
 from activities.storage import layout
 from activities.storage.lease import Owner, claim_epoch
+from activities.storage.local_copy import put_folder
 from activities.storage.store import Store
 from models.background import EvaluationReceipt, SnapshotRef, SnapshotRequest
 from models.errors import StaleFence, StorageFull, TrainerLost
@@ -181,3 +182,20 @@ async def test_what_cannot_be_deleted_is_only_a_warning(
 
     monkeypatch.setattr(Store, "remove_tree", refuse)
     assert prune_snapshots(rig.store) == []
+
+
+async def test_an_upload_of_who_was_overtaken_meanwhile_does_not_count(
+    rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    far = Store(f"memory://bucket/{tmp_path.name}")
+    token = FenceToken(epoch=claim_epoch(far, rig.owner), update=2, attempt=4001)
+    weights = await rig.fleet.live_trainer.export_weights(token, 0)
+
+    def overtaken(store: Store, local: Path, rel: str) -> None:
+        put_folder(store, local, rel)
+        claim_epoch(store, rig.owner)
+
+    monkeypatch.setattr("activities.background.snapshot.put_folder", overtaken)
+    with pytest.raises(StaleFence):
+        _take(far, 2, weights, token)
+    assert find_snapshot(far, 2) is None
