@@ -49,6 +49,9 @@ class FaultyStore(Store):
     def write_bytes(self, rel: str, data: bytes) -> None:
         self._count(lambda: super(FaultyStore, self).write_bytes(rel, data))
 
+    def create_exclusive(self, rel: str, data: bytes) -> bool:
+        return bool(self._count(lambda: super(FaultyStore, self).create_exclusive(rel, data)))
+
     def make_durable(self, rel: str) -> None:
         self._count(lambda: super(FaultyStore, self).make_durable(rel))
 
