@@ -11,7 +11,8 @@ class CoreSection(Section):
     """``[core]``."""
 
     max_run_seconds: float | None = Field(default=None, gt=0)
-    """Soft deadline: finish at a completed collection after this many wall-clock seconds."""
+    """Soft deadline: finish at a completed collection after this many wall-clock seconds, the start
+    of the fleet included, the making of model and data not."""
     max_policy_lag: int | None = Field(default=None, ge=0)
     """Largest policy version minus behavior version at any optimizer step; default: 6 when fully
     async, else 0. With K steps an update, at least K - 1; from 2K - 1 on the next collection is

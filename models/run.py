@@ -121,8 +121,9 @@ class RunProgress(Carried):
     """``checkpoint_now`` calls not yet served."""
     started_unix: float = 0.0
     training_started_unix: float | None = None
-    """When preparing was over; the soft deadline counts from here."""
+    """When preparing was over."""
     deadline_unix: float | None = None
+    """The soft deadline: ``core.max_run_seconds`` after model and data were there."""
     finished_unix: float | None = None
     stopped_for_time: bool = False
     recoveries: int = 0
@@ -227,3 +228,5 @@ class PrepareReport(Frozen):
     rebuilt: tuple[str, ...] = ()
     """Components that were started rather than re-attached: trainer, producer, engine-0 ..."""
     seconds: float = 0.0
+    fleet_seconds: float = 0.0
+    """Of these, what the fleet took once model and data were there."""

@@ -132,7 +132,7 @@ class RunStages:
             updates_redone=self.progress.updates_redone + max(0, expected - report.next_update),
         )
         if first:
-            await self._enter_training()
+            await self._enter_training(report.fleet_seconds)
         self.is_up = True
 
     async def publish(self) -> None:
@@ -350,8 +350,11 @@ class RunStages:
         self._updated_at = now
         self._chain_updates += 1
 
-    async def _enter_training(self) -> None:
-        """Preparing is over: start the soft deadline's clock and tell the readers."""
+    async def _enter_training(self, fleet_s: float) -> None:
+        """Preparing is over: set the soft deadline and tell the readers.
+
+        The start of the fleet, ``fleet_s``, is time of the run; making model and data is not.
+        """
         now = workflow.now().timestamp()
         limit = self._plan.max_run_seconds
         self.set(
@@ -359,7 +362,7 @@ class RunStages:
             stage="record",
             first_update=self.progress.next_update,
             training_started_unix=now,
-            deadline_unix=None if limit is None else now + limit,
+            deadline_unix=None if limit is None else now - fleet_s + limit,
         )
         await self._record()
 

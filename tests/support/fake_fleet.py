@@ -130,6 +130,7 @@ class FakeFleet:
         self.engine_list: list[FakeEngine] = []
         self.deaths: list[asyncio.Queue[str]] = []
         self.torn_down = False
+        self.fleet_seconds = 0.0
         self.revoked = -1
         self._trainer: FakeTrainer | None = None
         self._producer: FakeProducer | None = None
@@ -180,6 +181,7 @@ class FakeFleet:
             policy_version=trainer.policy_version,
             consumed_through=trainer.next_update - 1,
             rebuilt=tuple(rebuilt),
+            fleet_seconds=self.fleet_seconds,
         )
 
     async def spawn(self, name: str, incarnation: int) -> FakeEngine:

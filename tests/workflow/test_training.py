@@ -204,6 +204,16 @@ async def test_soft_deadline_completes_early(stage: Any) -> None:
     assert state_of(stage)["result"]["stopped_for_time"] is True
 
 
+async def test_the_start_of_the_fleet_counts_for_the_soft_deadline(stage: Any) -> None:
+    stage.fleet.fleet_seconds = 2000.0
+    document = stage.document(
+        core={"max_run_seconds": 1000}, training={"num_rollouts": 50, "save_interval": 20}
+    )
+    outcome = await stage.run(document)
+    assert outcome.stopped_for_time
+    assert outcome.completed_rollout_ids == (0, 0)
+
+
 async def test_a_stopped_run_is_resumed_from_its_checkpoint(stage: Any) -> None:
     gate = stage.fleet.script.hold("optimize 1")
     handle = await stage.start(stage.document(training={"num_rollouts": 4, "save_interval": 100}))

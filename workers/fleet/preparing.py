@@ -58,6 +58,7 @@ async def prepare(
     started = time.monotonic()
     await asyncio.to_thread(require_epoch, fleet.store, token.epoch)
     prepared = await _prepared(fleet)
+    placing = time.monotonic()
     plan = await _plan_trainer(fleet, token, request)
     keep_producer = plan.kept is not None and await _keep_producer(fleet, token)
     await asyncio.to_thread(require_epoch, fleet.store, token.epoch)
@@ -74,6 +75,7 @@ async def prepare(
         model_parameters=prepared.num_parameters,
         rebuilt=rebuilt,
         seconds=time.monotonic() - started,
+        fleet_seconds=time.monotonic() - placing,
     )
 
 
