@@ -61,8 +61,8 @@ class OutputSection(Section):
     """``[output]``."""
 
     root: str = Field(min_length=1)
-    """Output root: a folder, or a bucket (``s3://``, ``gs://``). A relative folder is relative to the
-    current directory; every other path of a run file is relative to the run file's folder."""
+    """Output root: a folder, or a bucket (``s3://``, ``gs://``). A relative folder is relative to
+    the current directory; every other path of a run file is relative to the run file's folder."""
     export_hf: bool = False
     """Write the final Hugging Face folder."""
     hf_dir: str = "export-hf"

@@ -1,4 +1,4 @@
-"""The compiler cache of one actor: where its compilers write, and the transfers to and fro."""
+"""The compiler cache of one actor: where its compilers write, and the transfers both ways."""
 
 import contextlib
 import importlib.metadata
