@@ -20,6 +20,7 @@ import pytest
 from kill_harness import Job, Stack, account, until, write_config
 from namespaces import Host, two_hosts, why_not
 
+from workers.fleet.cluster import DRIVER_NAMESPACE
 from workers.fleet.placement import group_name
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.workflow, pytest.mark.timeout(600)]
@@ -38,7 +39,9 @@ warmup_accuracy = 0.0
 """
 HOLD = """
 import json, sys, ray
-ray.init(address=sys.argv[1], namespace="test", log_to_driver=False, configure_logging=False)
+ray.init(
+    address=sys.argv[1], namespace=sys.argv[4], log_to_driver=False, configure_logging=False
+)
 bundles = json.loads(sys.argv[3])
 group = ray.util.placement_group(
     bundles, strategy="PACK", name=sys.argv[2], lifetime="detached",
@@ -70,7 +73,8 @@ class NodeStack(Stack):
     def hold_engines(self, run_id: str, bundles: list[dict[str, float]]) -> None:
         """The run finds the group of its engines made, on nodes with the label."""
         address, name = self.env["RAY_ADDRESS"], group_name(run_id, "engines")
-        done = self.inside(sys.executable, "-c", HOLD, address, name, json.dumps(bundles))
+        given = (address, name, json.dumps(bundles), DRIVER_NAMESPACE)
+        done = self.inside(sys.executable, "-c", HOLD, *given)
         assert done.returncode == 0, done.stdout + done.stderr
 
 

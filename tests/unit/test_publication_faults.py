@@ -107,7 +107,7 @@ FAULTS = {
     "500 in the middle": (refuses(LOAD), "load", OWN_WORDS),
     "500 when asked for its weights": (refuses(CHECK), "verify", OWN_WORDS),
     "500 at commit": (refuses(RESUME), "resume", OWN_WORDS),
-    "dies in the middle": (breaks(LOAD), "load", "disconnected"),
+    "dies in the middle": (breaks(LOAD), "load", "hung up"),
     "refuses the folder": (
         lambda proxy: proxy.fail_next(
             Answer(200, {"success": False, "message": "size mismatch for lm_head"}), path=LOAD

@@ -89,6 +89,7 @@ def test_products_belong_to_a_part_of_the_model(kernels: ModuleType) -> None:
 
 def told(benchmark: ModuleType, **values: Any) -> argparse.Namespace:
     asked = {"standard": True, "tiny": False, "device": "cuda", "chunk_tokens": [8192]}
+    asked["attention"] = ["flash4"]
     return argparse.Namespace(**asked | values)
 
 
@@ -125,13 +126,18 @@ def test_operations_of_an_update_by_hand(benchmark: ModuleType) -> None:
 
 
 def test_a_table_names_what_was_not_measured(benchmark: ModuleType) -> None:
-    case = {"tokens": 65536, "micro_batch_tokens": 16384, "compile": True, "checkpointing": False}
+    case = {
+        "tokens": 65536, "micro_batch_tokens": 16384, "compile": True, "checkpointing": False,
+        "attention": "flash4",
+    }  # fmt: skip
     figures = {
         "seconds": 1.5, "tokens_per_second": 43690.7, "mfu": 0.2, "peak_gib": 50.0,
         "estimated_gib": 51.04,
     }  # fmt: skip
     *_, measured, left_out = benchmark.table([case | figures, case | {"error": "no time left"}])
-    assert measured == ("| 65,536 | 16,384 | yes | no | 1.500 | 43,691 | 0.200 | 50.0 (51.0) |")
+    assert measured == (
+        "| 65,536 | 16,384 | flash4 | yes | no | 1.500 | 43,691 | 0.200 | 50.0 (51.0) |"
+    )
     assert "| no time left |" in left_out
 
 

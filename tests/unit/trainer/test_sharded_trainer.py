@@ -129,7 +129,7 @@ def test_router_load_of_two_ranks_is_that_of_one(two_ranks, make_spec, make_grou
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_routes_are_replayed_on_every_rank(two_ranks, make_spec, make_groups, mixture_dir, tied):
-    """When its group ties, the second rank computes fillers only, which no check sees."""
+    """Also a group that ties: the load of routers is of every sample."""
     spec = make_spec(
         optimizer=SMOOTH,
         training={"use_rollout_routing_replay": True},
@@ -144,14 +144,13 @@ def test_routes_are_replayed_on_every_rank(two_ranks, make_spec, make_groups, mi
     steps = [events(spec, rank, "optimizer")[0] for rank in range(2)]
     packs = [events(spec, rank, "packing")[0]["packs"] for rank in range(2)]
     assert [step["local_microbatches"] for step in steps] == [max(packs)] * 2
-    assert (packs[1] == 0) is tied
+    assert min(packs) > 0
     tokens = 0
     for rank in range(2):
         scoring, training = events(spec, rank, "replay_routes")
         assert (scoring["phase"], training["phase"]) == ("scoring", "training")
-        samples = 0 if tied and rank == 1 else 4
         for row in (scoring, training):
-            assert (row["mismatches"], row["samples"]) == (0, samples)
+            assert (row["mismatches"], row["samples"]) == (0, 4)
             assert {layer["entered"] for layer in row["layers"].values()} == {packs[rank]}
         tokens += training["tokens"]
     assert tokens == steps[0]["normalization"]["model_tokens"]

@@ -117,7 +117,7 @@ def test_layers_keep_what_is_estimated(make_spec, monkeypatch, widths, dtype, ho
     monkeypatch.setattr(
         document_attention,
         "attend",
-        lambda query, key, value, bounds, scale: keeps_inputs_and_output(query, key, value),
+        lambda query, key, value, bounds, scale, kernel: keeps_inputs_and_output(query, key, value),
     )
     if how == "on a GPU":
         kernel = lambda hidden, shape, weight, eps: keeps_input(hidden, weight)  # noqa: E731
