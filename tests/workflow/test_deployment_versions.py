@@ -10,7 +10,11 @@ from typing import Any
 
 import pytest
 from google.protobuf.duration_pb2 import Duration
-from temporalio.api.workflowservice.v1 import RegisterNamespaceRequest
+from temporalio.api.enums.v1 import RoutingConfigUpdateState
+from temporalio.api.workflowservice.v1 import (
+    DescribeWorkerDeploymentRequest,
+    RegisterNamespaceRequest,
+)
 from temporalio.client import Client
 from temporalio.testing import WorkflowEnvironment
 
@@ -27,6 +31,7 @@ pytestmark = pytest.mark.workflow
 NAMESPACE = "versioned"
 DEPLOYMENT = "perdure"
 TEMPORAL = Path(sys.executable).parent / "temporal"
+EVERYWHERE = RoutingConfigUpdateState.ROUTING_CONFIG_UPDATE_STATE_COMPLETED
 NOT_YET = ("not found", "no workers", "missing active task queues")
 """What the server answers while workers of a version do not poll every queue yet."""
 
@@ -58,7 +63,10 @@ async def control_worker(
 
 
 async def make_current(client: Client, build_id: str) -> None:
-    """As the deployment guide has it; a version is known once its workers poll."""
+    """As the deployment guide has it; a version is known once its workers poll.
+
+    Returns when every queue of the server goes by it: until then a new run may go to the older one.
+    """
     command = [TEMPORAL, "worker", "deployment", "set-current-version", "--yes"]
     version = ["--deployment-name", DEPLOYMENT, "--build-id", build_id]
     where = ["--address", client.service_client.config.target_host, "--namespace", NAMESPACE]
@@ -72,8 +80,14 @@ async def make_current(client: Client, build_id: str) -> None:
                 timeout=15,
             )
             if done.returncode == 0:
-                return
+                break
             assert any(reason in done.stderr for reason in NOT_YET), done.stderr
+            await asyncio.sleep(0.1)
+        asked = DescribeWorkerDeploymentRequest(namespace=NAMESPACE, deployment_name=DEPLOYMENT)
+        while True:
+            found = await client.workflow_service.describe_worker_deployment(asked)
+            if found.worker_deployment_info.routing_config_update_state == EVERYWHERE:
+                return
             await asyncio.sleep(0.1)
 
 
