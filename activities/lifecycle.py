@@ -21,7 +21,7 @@ from activities.storage.rewinds import has_unsettled, read_rewinds
 from activities.storage.settled import is_settled
 from activities.storage.store import Store, free_bytes
 from configs.compare import differences, recorded_identity
-from configs.load import Loaded, document_sha256, resolve_document
+from configs.load import Loaded, resolve_input
 from configs.plan import build_plan, loop_plan
 from models.checkpoint import Rewind, RewindRequest
 from models.errors import ConfigurationError, StaleFence, StorageFull
@@ -68,20 +68,8 @@ async def claim(request: RunRequest, server: ServerFacts) -> ClaimResult:
 
 
 def _validated(request: RunRequest) -> Loaded:
-    origin = request.config_path or "config"
-    if not request.config:
-        raise ConfigurationError(
-            "the workflow input has no 'config'; make one with: perdure config render RUN.toml"
-        )
-    loaded = resolve_document(request.config, origin=origin)
-    # An older version rendered fewer keys; its document is intact and means their defaults.
-    intact = (loaded.sha256, document_sha256(request.config))
-    if request.config_sha256 and request.config_sha256 not in intact:
-        raise ConfigurationError(
-            f"{origin}: config_sha256 is {request.config_sha256}, but config resolves to "
-            f"{loaded.sha256}; render the run file again"
-        )
-    return loaded
+    remedy = "perdure config render RUN.toml"
+    return resolve_input(request.config, request.config_sha256, request.config_path, remedy)
 
 
 def _claim(request: RunRequest, loaded: Loaded, owner: Owner, attributes: bool) -> ClaimResult:

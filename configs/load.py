@@ -124,6 +124,31 @@ def read_document(path: Path) -> dict[str, Any]:
     return document
 
 
+def resolve_input(config: Mapping[str, Any], sha256: str, origin: str, remedy: str) -> Loaded:
+    """The run file that came as a workflow's input.
+
+    Args:
+        config: the document; empty when the input has none.
+        sha256: what it is said to be; empty when nothing is said.
+        origin: its path, for messages; may be empty.
+        remedy: the command that makes such an input.
+
+    Raises:
+        ConfigurationError: no document, a wrong one, or another one than is said.
+    """
+    origin = origin or "config"
+    if not config:
+        raise ConfigurationError(f"the workflow input has no 'config'; make one with: {remedy}")
+    loaded = resolve_document(config, origin=origin)
+    # An older version rendered fewer keys; its document is intact and means their defaults.
+    if sha256 and sha256 not in (loaded.sha256, document_sha256(config)):
+        raise ConfigurationError(
+            f"{origin}: config_sha256 is {sha256}, but config resolves to {loaded.sha256}; render "
+            "the run file again"
+        )
+    return loaded
+
+
 def document_sha256(document: Mapping[str, Any]) -> str:
     """SHA-256 of the document as JSON with sorted keys."""
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()

@@ -6,11 +6,10 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from configs.hints import nearest
-from configs.load import Loaded, document_sha256, resolve_document
+from configs.load import Loaded, document_sha256, resolve_document, resolve_input
 from configs.paths import is_url
 from configs.problem import Problem, configuration_error
 from configs.run import RunSpec
-from models.errors import ConfigurationError
 from models.retraining import METRICS, RetrainingRequest
 
 CHANGED = ("name", "output.root", "model.source", "data.prompt_data")
@@ -24,17 +23,8 @@ def require_usable(request: RetrainingRequest) -> Loaded:
         ConfigurationError: anything that would make every firing fail or promote without a basis.
     """
     origin = request.config_path or "config"
-    if not request.config:
-        raise ConfigurationError(
-            "the workflow input has no 'config'; make one with: perdure schedule render RUN.toml"
-        )
-    loaded = resolve_document(request.config, origin=origin)
-    intact = (loaded.sha256, document_sha256(request.config))
-    if request.config_sha256 and request.config_sha256 not in intact:
-        raise ConfigurationError(
-            f"{origin}: config_sha256 is {request.config_sha256}, but config resolves to "
-            f"{loaded.sha256}; render the run file again"
-        )
+    remedy = "perdure schedule render RUN.toml"
+    loaded = resolve_input(request.config, request.config_sha256, origin, remedy)
     problems = [*_run_file(loaded.spec), *_request(request)]
     if problems:
         raise configuration_error(origin, problems)
