@@ -97,6 +97,7 @@ async def sglang_client(spec: RunSpec, scratch: Path) -> AsyncIterator[PeerProce
 def client_order(model: Path, url: str, load: Load, root: Path) -> dict[str, Any]:
     """What the client's process is asked for, the requests written to ``root``."""
     root.mkdir(parents=True, exist_ok=True)
+    (root / OWN).unlink(missing_ok=True)  # the client adds a line to what is there
     (root / REQUESTS).write_text(json.dumps(load.requests()))
     return {
         "requests": str(root / REQUESTS),
