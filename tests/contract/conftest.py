@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 
 from tests.support.engine_model import CONFIG, GPU_SIZES, write_engine_model
 from tests.support.served_engine import DEADLINE_S, ServedEngine
@@ -43,6 +44,7 @@ class EngineProcess:
     config: dict[str, Any]
     max_queued: int = 4
     tolerance: float = 1e-4
+    dtype: torch.dtype = torch.float32
 
 
 def start_engine(folder: Path, ready: Path, *extra: str) -> "subprocess.Popen[bytes]":
@@ -91,9 +93,10 @@ def sglang_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineP
         write_engine_model(root / "v0", 0, **sizes),
         write_engine_model(root / "v1", 1, **sizes),
     )
-    tolerance = BFLOAT16_TOLERANCE if on_gpu else 1e-4
+    tolerance, dtype = (BFLOAT16_TOLERANCE, torch.bfloat16) if on_gpu else (1e-4, torch.float32)
+    config = CONFIG | sizes
     with sglang_server(folders[0], root) as url:
-        yield EngineProcess("sglang", url, folders, CONFIG | sizes, MAX_QUEUED, tolerance)
+        yield EngineProcess("sglang", url, folders, config, MAX_QUEUED, tolerance, dtype)
 
 
 @asynccontextmanager
@@ -109,6 +112,7 @@ async def client_of(served: EngineProcess) -> AsyncIterator[ServedEngine]:
             dict(served.config),
             served.max_queued,
             served.tolerance,
+            served.dtype,
         )
         yield made
         await made.restore()

@@ -32,12 +32,6 @@ def weights_of(folder: Path, device: str, dtype: torch.dtype) -> WireWeights:
     return WireWeights(tensors, "", dtype)
 
 
-def file_dtype(folder: Path) -> torch.dtype:
-    """Type of the floating tensors in the folder's files."""
-    path = next(iter(sorted(folder.glob("*.safetensors"))))
-    return next(iter(load_file(path).values())).dtype
-
-
 async def test_buckets_bring_the_weights_of_a_folder_without_it(
     any_engine: ServedEngine, tmp_path: Path
 ) -> None:
@@ -45,7 +39,7 @@ async def test_buckets_bring_the_weights_of_a_folder_without_it(
     device = "cuda" if on_gpu else "cpu"
     async with aclosing(EngineClient(str(any_engine.http.base_url))) as client:
         for version, folder in ((17, any_engine.folders[1]), (18, any_engine.folders[0])):
-            weights = weights_of(folder, device, file_dtype(folder))
+            weights = weights_of(folder, device, any_engine.dtype)
             plans = weights.plan(limit_bytes=30_000)
             assert len(plans) > 2, "the update is made of several calls"
             await client.pause("abort")
@@ -99,7 +93,7 @@ async def test_buckets_are_broadcast_to_an_engine(any_engine: ServedEngine, tmp_
         await asyncio.to_thread(channel.connect)
         await joining
         for version, folder in ((27, any_engine.folders[1]), (28, any_engine.folders[0])):
-            weights = weights_of(folder, "cuda" if on_gpu else "cpu", file_dtype(folder))
+            weights = weights_of(folder, "cuda:1" if on_gpu else "cpu", any_engine.dtype)
             plans = weights.plan(limit_bytes=30_000)
             await client.pause("abort")
             for number, plan in enumerate(plans):

@@ -105,7 +105,9 @@ def check(made: Response, budget: int, references: dict[int, Reference]) -> None
     routes = np.frombuffer(made.routed_experts, np.int32).reshape(shape)
     _, expected_routes, clear = references[made.spans[-1].version].score(made.token_ids)
     assert not exact or clear.mean() > 0.99
-    assert (np.sort(routes, -1) == np.sort(expected_routes, -1))[clear].all()
+    agree = (np.sort(routes, -1) == np.sort(expected_routes, -1))[clear]
+    # In bfloat16 a choice that was not clear may change what a later layer sees.
+    assert agree.all() if exact else agree.mean() > 0.98
 
 
 async def test_running_and_queued_responses_go_on_under_new_weights(

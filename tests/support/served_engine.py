@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import torch
 
 from tests.support.engine_model import PROMPT
 
@@ -27,6 +28,8 @@ class ServedEngine:
     max_queued: int = 4
     tolerance: float = 1e-4
     """Of log-probs that are computed in another order."""
+    dtype: torch.dtype = torch.float32
+    """Of its weights; the folders hold float32."""
 
     @property
     def url(self) -> str:
