@@ -140,11 +140,10 @@ def _shape(spec: RunSpec) -> dict[str, Any]:
 
 
 def _scoring_pass(spec: RunSpec) -> dict[str, Any]:
-    """As far as the run file decides it; a dropout in the model asks for a pass over everything."""
+    """As far as the run file decides it; a dropout in the model asks for a pass."""
     plan = scoring_plan(spec)
     return {
         "standalone": plan.standalone,
-        "covers": plan.covers,
         "reason": plan.reason,
         "optimizer_steps_per_collection": spec.steps_per_update,
         "check_interval": spec.core.scoring_check_interval,

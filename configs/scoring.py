@@ -1,6 +1,6 @@
-"""Which samples of a collection are scored in a forward pass of their own, and why."""
+"""Whether the samples of a collection are scored in a forward pass of their own, and why."""
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from configs.run import RunSpec
 
@@ -8,18 +8,13 @@ from configs.run import RunSpec
 class ScoringPlan(NamedTuple):
     """The scoring pass of every update of a run.
 
-    The training forward of an update's first optimizer step happens under the weights before the
-    update, so its log-probs can stand for those of a scoring pass. Later steps compute under newer
-    weights: their samples are always scored before the first one.
+    Without one the training forward supplies the log-probs before the update, so an update must be
+    one optimizer step: a second one would compute under newer weights.
     """
 
-    covers: Literal["all", "later_steps", "nothing"]
+    standalone: bool
+    """Whether every update has a scoring pass over all its samples."""
     reason: str
-
-    @property
-    def standalone(self) -> bool:
-        """Whether every update has a scoring pass."""
-        return self.covers != "nothing"
 
 
 def scoring_plan(spec: RunSpec, dropout: str | None = None) -> ScoringPlan:
@@ -30,11 +25,10 @@ def scoring_plan(spec: RunSpec, dropout: str | None = None) -> ScoringPlan:
         dropout: a field of the model's configuration that asks for dropout, if there is one.
     """
     if spec.core.scoring_pass_required:
-        return ScoringPlan("all", "core.scoring_pass_required")
+        return ScoringPlan(True, "core.scoring_pass_required")
     if dropout is not None:
-        return ScoringPlan("all", f"the model's {dropout} is set")
+        return ScoringPlan(True, f"the model's {dropout} is set")
     if spec.steps_per_update != 1:
-        return ScoringPlan(
-            "later_steps", f"{spec.steps_per_update} optimizer steps share one collection"
-        )
-    return ScoringPlan("nothing", "the training forward is under the weights before the update")
+        steps = f"{spec.steps_per_update} optimizer steps share one collection"
+        return ScoringPlan(True, steps)
+    return ScoringPlan(False, "the training forward is under the weights before the update")

@@ -264,7 +264,6 @@ def test_shape_and_stages() -> None:
     }
     assert plan["runtime"]["scoring_pass"] == {
         "standalone": True,
-        "covers": "later_steps",
         "reason": "2 optimizer steps share one collection",
         "optimizer_steps_per_collection": 2,
         "check_interval": 50,

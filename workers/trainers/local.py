@@ -1,9 +1,9 @@
 """The trainer in one process: a model, AdamW in float32, one update at a time.
 
-One update: validate the collection -> deal samples to optimizer steps -> old log-probs of all but
-the first step, log-probs of the reference -> for each step: packed forward and backward, checks,
-clip, AdamW. The log-probs of the first step's own forward are its old log-probs, so its ratios are
-exactly 1.
+One update: validate the collection -> deal samples to optimizer steps -> a scoring pass where the
+run needs one, log-probs of the reference -> for each step: packed forward and backward, checks,
+clip, AdamW. An update of one step needs no scoring pass: the log-probs of its own forward are the
+old log-probs, so its ratios are exactly 1.
 """
 
 import time
@@ -273,10 +273,11 @@ class LocalTrainer:
             rollout_id=self.next_update,
             policy_version=self.policy_version,
         )
-        scores.prepare()
-        if scores.scores:
+        scores.score()
+        if scores.has_pass:
             record_replay(self._judge, Phase.SCORING, self.next_update)
-        metrics: dict[str, float] = {}
+        metrics = scores.compare() if scores.standalone else {}
+        scores.score_reference()
         for index, (work, counts) in enumerate(zip(works, counted, strict=True)):
             self._progress = StageProgress(
                 stage=f"optimize {self.next_update}", done=index, total=len(works)
@@ -286,7 +287,7 @@ class LocalTrainer:
                 rest = len(works) - 1 - index
                 tokens.batch.versions.lag(self.policy_version, self.spec.max_policy_lag - rest)
             policy = self._backward(work, tokens, counts, tally)
-            if index == 0:
+            if not scores.standalone:  # then this is the only step
                 metrics |= scores.compare()
             probe = ParameterProbe.due(self.spec, self.policy_version, self.model)
             metrics |= {} if probe is None else probe.metrics()
@@ -296,7 +297,7 @@ class LocalTrainer:
                 work,
                 counts,
                 reduction=self.spec.training.loss_aggregation,
-                scoring_pass=self._judge.decision.pass_of(index, checked=scores.checks),
+                scoring_pass=scores.scoring_pass,
                 policy_objective=policy,
                 routers=self._routing.losses,
                 probe=probe,

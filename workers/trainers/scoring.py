@@ -24,6 +24,7 @@ SCORE_TIMING = "score_timing"
 STANDALONE = "standalone"
 CHECKED = "checked"
 SKIPPED = "skipped"
+TRAINING_FORWARD = "training_forward"
 
 _EDGE = 1e-3  # nats; gaps above it are counted
 
@@ -39,7 +40,7 @@ class ScoringDecision:
 
     def check_due(self, completed_steps: int) -> bool:
         """Whether an update that begins after ``completed_steps`` compares both ways."""
-        if self.plan.covers == "all":
+        if self.plan.standalone:
             return False
         on_interval = self._interval > 0 and completed_steps % self._interval == 0
         return on_interval or not self._checked
@@ -47,12 +48,6 @@ class ScoringDecision:
     def checked(self) -> None:
         """An update of this process compared both ways."""
         self._checked = True
-
-    def pass_of(self, index: int, *, checked: bool) -> str:
-        """Where the log-probs of optimizer step ``index`` (0-based) of an update come from."""
-        if self.plan.covers == "all" or index > 0:
-            return STANDALONE
-        return CHECKED if checked else SKIPPED
 
 
 def score_into(target: Tensor, scorer: Scorer, micros: Sequence[MicroBatch]) -> int:

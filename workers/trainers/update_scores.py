@@ -1,7 +1,9 @@
 """What is known of an update's tokens before any weight changes, and the checks on it.
 
-prepare     scoring pass where one is needed, or due as a check; reference log-probs
-compare     after the first step's backward: scoring check, events, agreement guard
+score             scoring pass where one is needed, or due as a check
+compare           scoring check, events, agreement guard: before the first forward of the training,
+                  or after the only step's backward where that supplies the log-probs
+score_reference   log-probs of the reference
 """
 
 import time
@@ -22,8 +24,12 @@ from workers.trainers.ranks import Ranks, SingleRank, agreed
 from workers.trainers.refresh_scores import REFRESH_SCORES, refresh_metrics, refresh_scores
 from workers.trainers.score_profile import SCORES, score_metrics, score_profile
 from workers.trainers.scoring import (
+    CHECKED,
     SCORE_TIMING,
     SCORING_CHECK,
+    SKIPPED,
+    STANDALONE,
+    TRAINING_FORWARD,
     ScoringDecision,
     refuse_scoring_gap,
     score_into,
@@ -113,31 +119,55 @@ class UpdateScores:
         """``works``: the optimizer steps that are taken; ``policy_version``: before the first."""
         self._judge = judge
         self._tokens = tokens
-        self._works = works
         self._micros = [micro for work in works for micro in work.micros]
         self._rollout_id = rollout_id
         self._policy_version = policy_version
-        self.checks = judge.decision.check_due(policy_version)
-        begin = {"all": 0, "later_steps": 1, "nothing": len(works)}[judge.decision.plan.covers]
-        self._needed = [micro for work in works[begin:] for micro in work.micros]
-        self._passes = begin < len(works)
-        self.scores = self.checks or self._passes
-        """Whether anything is scored before the first training forward; alike on all ranks."""
-        self._standalone: Tensor | None = None
+        self._checks = judge.decision.check_due(policy_version)
+        self._to_check: Tensor | None = None  # [N] log-probs of a pass that is a check
+        self.standalone = judge.decision.plan.standalone
+        """Whether a scoring pass supplies the log-probs before the update, not the training."""
+        self.has_pass = self.standalone or self._checks
+        """Whether there is a scoring pass, for whichever of both."""
 
-    def prepare(self) -> None:
-        """Score what must be scored before the first backward."""
+    @property
+    def scoring_pass(self) -> str:
+        """What an ``optimizer`` event says of the update's scoring pass."""
+        if self.standalone:
+            return STANDALONE
+        return CHECKED if self._checks else SKIPPED
+
+    def score(self) -> None:
+        """The scoring pass, if there is one."""
+        if not self.has_pass:
+            return
         tokens, judge = self._tokens, self._judge
-        if self._passes:
-            self._score(self._needed)
-        if self.checks:
-            self._standalone = torch.full_like(tokens.old, float("nan"))
-            score_into(self._standalone, judge.scorer, self._works[0].micros)
-        if judge.reference is not None:
-            score_into(tokens.reference, judge.reference, self._micros)
-            with agreed(judge.ranks):
-                scored = tokens.covered_by(self._micros)
-                tokens.refuse_non_finite(tokens.reference, scored, "the reference's log-prob")
+        started = time.perf_counter()
+        scores = torch.full_like(tokens.old, float("nan"))
+        model_tokens = score_into(scores, judge.scorer, self._micros)
+        if self._checks:
+            self._to_check = scores
+            return
+        with agreed(judge.ranks):
+            scored = tokens.covered_by(self._micros)
+            tokens.refuse_non_finite(scores, scored, "the scoring pass's log-prob")
+        tokens.old = torch.where(tokens.active, scores, tokens.old)
+        timing = {
+            "rollout_id": self._rollout_id,
+            "seconds": time.perf_counter() - started,
+            "model_tokens": model_tokens,
+            "row_specialization": _ROWS,
+        }
+        judge.append(SCORE_TIMING, timing)
+
+    def score_reference(self) -> None:
+        """Log-probs of the reference, where the loss has a KL term."""
+        tokens, judge = self._tokens, self._judge
+        if judge.reference is None:
+            return
+        score_into(tokens.reference, judge.reference, self._micros)
+        with agreed(judge.ranks):
+            scored = tokens.covered_by(self._micros)
+            tokens.refuse_non_finite(tokens.reference, scored, "the reference's log-prob")
 
     def compare(self) -> dict[str, float]:
         """Checks and events on the whole collection's scores, before the first weight changes.
@@ -151,12 +181,12 @@ class UpdateScores:
             ContractViolation: no token counts in the loss.
         """
         judge, tokens, rollout_id = self._judge, self._tokens, self._rollout_id
-        if self._standalone is not None:
+        if self._to_check is not None:
             with agreed(judge.ranks):
-                scored = tokens.covered_by(self._works[0].micros)
-                tokens.refuse_non_finite(self._standalone, scored, "the scoring pass's log-prob")
+                scored = tokens.covered_by(self._micros)
+                tokens.refuse_non_finite(self._to_check, scored, "the scoring pass's log-prob")
             check = scoring_check(
-                self._standalone,
+                self._to_check,
                 tokens.old,
                 judge.ranks,
                 rollout_id=rollout_id,
@@ -166,8 +196,9 @@ class UpdateScores:
             refuse_scoring_gap(check)
             judge.decision.checked()
         metrics = record_refresh(judge, tokens, rollout_id, self._policy_version)
+        source = STANDALONE if self.standalone else TRAINING_FORWARD
         profile = score_profile(
-            tokens.batch, tokens.old, judge.ranks, rollout_id=rollout_id, source=self._source()
+            tokens.batch, tokens.old, judge.ranks, rollout_id=rollout_id, source=source
         )
         judge.append(SCORES, profile)
         judge.guard.check(
@@ -178,29 +209,6 @@ class UpdateScores:
             self._policy_version,
         )
         return metrics | score_metrics(profile)
-
-    def _score(self, micros: Sequence[MicroBatch]) -> None:
-        """The scoring pass of the update."""
-        tokens, judge = self._tokens, self._judge
-        started = time.perf_counter()
-        scores = torch.full_like(tokens.old, float("nan"))
-        model_tokens = score_into(scores, judge.scorer, micros)
-        with agreed(judge.ranks):
-            tokens.refuse_non_finite(scores, tokens.covered_by(micros), "the trainer's log-prob")
-        tokens.old = torch.where(tokens.active, scores, tokens.old)
-        timing = {
-            "rollout_id": self._rollout_id,
-            "seconds": time.perf_counter() - started,
-            "model_tokens": model_tokens,
-            "row_specialization": _ROWS,
-        }
-        judge.append(SCORE_TIMING, timing)
-
-    def _source(self) -> str:
-        covers = self._judge.decision.plan.covers
-        if covers == "all":
-            return "standalone"
-        return "mixed" if covers == "later_steps" and len(self._works) > 1 else "training_forward"
 
 
 def record_refresh(

@@ -168,7 +168,7 @@ def test_two_steps_an_update_move_the_version_by_two(make_spec, make_groups, mod
     assert report.metrics["train/ppo_kl"] != 0.0
 
 
-def test_old_log_probs_of_later_steps_are_scored_before_the_first(
+def test_old_log_probs_of_every_step_are_of_the_weights_before_the_first(
     make_spec, make_groups, model_dir
 ):
     trainer = LocalTrainer(make_spec(training={"global_batch_size": 4}), model_dir)

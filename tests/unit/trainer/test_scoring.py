@@ -27,22 +27,26 @@ class Config:
         return self._fields
 
 
-def events(spec, name: str) -> list[dict]:
+def events(spec, name: str | None = None) -> list[dict]:
     path = Path(spec.output.root) / layout.TRAINING_CONTRACT
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    return [row for row in rows if row["event"] == name]
+    return [row for row in rows if name in (None, row["event"])]
 
 
 def test_the_pass_is_skipped_only_where_one_training_forward_can_stand_for_it(make_spec):
-    assert scoring_plan(make_spec()).covers == "nothing"
-    assert scoring_plan(make_spec(training={"global_batch_size": 4})).covers == "later_steps"
+    assert not scoring_plan(make_spec()).standalone
     required = {"max_policy_lag": 8, "scoring_pass_required": True}
-    assert scoring_plan(make_spec(core=required)).covers == "all"
-    plain, dropping = Config(attention_dropout=0.0), Config(a=1, resid_dropout=0.1)
-    assert ScoringDecision(make_spec(), plain).plan.covers == "nothing"
-    decision = ScoringDecision(make_spec(), dropping)
-    assert decision.plan.covers == "all"
-    assert "resid_dropout" in decision.plan.reason
+    needed = {
+        "core.scoring_pass_required": scoring_plan(make_spec(core=required)),
+        "2 optimizer steps": scoring_plan(make_spec(training={"global_batch_size": 4})),
+        "resid_dropout": ScoringDecision(make_spec(), Config(a=1, resid_dropout=0.1)).plan,
+    }
+    for reason, plan in needed.items():
+        assert plan.standalone, reason
+        assert reason in plan.reason
+    for anchored in ({}, {"use_tis": None, "use_rollout_logprobs": True}):
+        decision = ScoringDecision(make_spec(training=anchored), Config(attention_dropout=0.0))
+        assert not decision.plan.standalone
 
 
 def test_a_check_is_due_in_the_first_update_of_a_process_and_on_the_interval(make_spec):
@@ -55,8 +59,11 @@ def test_a_check_is_due_in_the_first_update_of_a_process_and_on_the_interval(mak
     assert only_first.check_due(50)
     only_first.checked()
     assert not any(only_first.check_due(s) for s in range(200))
-    forced = ScoringDecision(make_spec(core=core | {"scoring_pass_required": True}), Config())
-    assert not forced.check_due(0)
+    for needed in (
+        make_spec(core=core | {"scoring_pass_required": True}),
+        make_spec(core=core, training={"global_batch_size": 4}),
+    ):
+        assert not ScoringDecision(needed, Config()).check_due(0)
 
 
 def test_the_check_counts_tokens_that_both_scored():
@@ -116,13 +123,33 @@ def test_a_required_pass_scores_everything_and_changes_nothing(make_spec, make_g
     assert events(spec, "scoring_check") == []
 
 
-def test_later_steps_are_scored_before_the_first(make_spec, make_groups, model_dir):
+def test_one_pass_scores_the_samples_of_all_steps_before_the_first(
+    make_spec, make_groups, model_dir
+):
     spec = make_spec(training={"global_batch_size": 4})
-    LocalTrainer(spec, model_dir).optimize(0, "a", make_groups())
-    passes = [event["scoring_pass"] for event in events(spec, "optimizer")]
-    assert passes == ["checked", "standalone"]
-    assert events(spec, "scores")[0]["source"] == "mixed"
-    assert len(events(spec, "score_timing")) == 1
+    report = LocalTrainer(spec, model_dir).optimize(0, "a", make_groups())
+    order = [event["event"] for event in events(spec)]
+    step = ["optimizer", "packing"]
+    assert order == ["score_timing", "scores", *step, *step]
+    assert [event["scoring_pass"] for event in events(spec, "optimizer")] == ["standalone"] * 2
+    (timing,), (profile,) = events(spec, "score_timing"), events(spec, "scores")
+    assert timing["model_tokens"] == report.metrics["train/model_tokens"]
+    assert (profile["source"], profile["active_tokens"]) == ("standalone", 36)
+
+
+def test_a_pass_that_the_engines_contradict_ends_the_update_before_any_training(
+    make_spec, make_groups, model_dir, monkeypatch
+):
+    core = {"max_policy_lag": 8, "max_train_rollout_logprob_abs_diff": 0.01}
+    spec = make_spec(core=core, training={"global_batch_size": 4})
+    trainer = LocalTrainer(spec, model_dir)
+    trained = []
+    monkeypatch.setattr(Scorer, "backward", lambda *_, **__: trained.append(1))
+    with pytest.raises(PolicyDisagreement, match="max_train_rollout_logprob_abs_diff"):
+        trainer.optimize(0, "a", make_groups())
+    assert trained == []
+    assert [event["event"] for event in events(spec)] == ["score_timing", "scores"]
+    assert (trainer.policy_version, trainer.next_update) == (0, 0)
 
 
 def test_a_forward_that_depends_on_its_pass_is_refused_before_the_weights_change(
