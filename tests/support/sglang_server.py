@@ -66,7 +66,10 @@ def sees_gpu(python: str) -> bool:
 
 
 def run_file(on_gpu: bool, mode: str = "disaggregated") -> RunSpec:
-    """A run whose engines compute four requests and hold eight more; ``mode``: on a GPU."""
+    """A run whose engines compute four requests and hold eight more; ``mode``: on a GPU.
+
+    Its engines hand tokens over as those of a ``refresh`` do, which needs the most of the contract.
+    """
     document = tomllib.loads(RECIPE.read_text())
     document["placement"] = {"mode": mode if on_gpu else "cpu"}
     document["inference"] |= {
@@ -80,7 +83,8 @@ def run_file(on_gpu: bool, mode: str = "disaggregated") -> RunSpec:
     }
     document["output"]["root"] = "/nowhere"
     spec = resolve_document(document, origin=RECIPE.name).spec
-    core = spec.core.model_copy(update={"max_context_length": CONTEXT_LENGTH})
+    limits = {"max_context_length": CONTEXT_LENGTH, "publication_mode": "refresh"}
+    core = spec.core.model_copy(update=limits)
     return spec.model_copy(update={"core": core})
 
 

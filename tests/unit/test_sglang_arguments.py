@@ -112,6 +112,16 @@ def test_only_a_server_without_a_gpu_is_told_so() -> None:
     assert "SGLANG_USE_CPU_ENGINE" not in server_environment(spec("disaggregated"))
 
 
+@pytest.mark.parametrize(("mode", "told"), [("refresh", "1"), ("barrier", None), ("rolling", None)])
+def test_only_responses_that_go_on_under_new_weights_need_every_token_at_once(
+    mode: str, told: str | None
+) -> None:
+    run = spec()
+    core = run.core.model_copy(update={"publication_mode": mode})
+    environment = server_environment(run.model_copy(update={"core": core}))
+    assert environment.get("SGLANG_FORCE_STREAM_INTERVAL") == told
+
+
 def test_tokens_that_fit_a_budget() -> None:
     """Qwen3-0.6B in bfloat16: 2 x 28 x 8 x 128 x 2 = 114,688 bytes a token."""
     assert kv_tokens(QWEN3_06B, "bfloat16", 7) == 64

@@ -48,7 +48,6 @@ def server_arguments(
         "context_length": spec.core.max_context_length + CONTEXT_MARGIN,
         "max_running_requests": inference.max_running_requests,
         "max_queued_requests": inference.max_queued_requests,
-        # Tokens that are not handed over yet are lost to a request that is retracted and aborted.
         "stream_interval": 1,
         # Else a model's generation_config.json sets what a request leaves out.
         "sampling_defaults": "openai",
@@ -72,8 +71,6 @@ def server_environment(spec: RunSpec) -> dict[str, str]:
     """Variables for the server, above all others: they decide what an answer means."""
     variables = {
         "SGLANG_TIMEOUT_KEEP_ALIVE": str(KEEP_ALIVE_S),
-        # As stream_interval, for the answers that are read whole.
-        "SGLANG_FORCE_STREAM_INTERVAL": "1",
         # Log-probs of the temperature that was sampled with; no limit that throws tokens away.
         "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
         "SGLANG_REQ_RUNNING_TIMEOUT": "-1",
@@ -87,6 +84,11 @@ def server_environment(spec: RunSpec) -> dict[str, str]:
         "NCCL_CUMEM_ENABLE": "0",
         "NCCL_NVLS_ENABLE": "0",
     }
+    if spec.core.publication_mode == "refresh":
+        # Responses go on with the tokens of an aborted request. One that was retracted before has
+        # those alone that were handed over: every token at once, at the cost of the server's
+        # front handling every step of every request. Else an answer is handed over when it ends.
+        variables["SGLANG_FORCE_STREAM_INTERVAL"] = "1"
     if spec.placement.mode == "cpu":
         variables["SGLANG_USE_CPU_ENGINE"] = "1"
     return variables
