@@ -36,8 +36,9 @@ class CoreSection(Section):
     max_train_rollout_logprob_abs_diff: float | None = Field(default=None, gt=0)
     """Fail when the mean |trainer - behavior| log-prob gap exceeds this (nats)."""
     scoring_pass_required: bool = False
-    """Score every collection in a forward pass of its own before it is trained on. Without it the
-    training forward of an update's first optimizer step supplies the log-probs of its samples."""
+    """Score every collection in a forward pass of its own before it is trained on. A run with
+    several optimizer steps an update or a dropout does so anyway; in others the training forward
+    supplies the log-probs before the update."""
     scoring_check_interval: int = Field(default=50, ge=0)
     """Where no pass is required, compare one with the training forward in the first update of a
     process and at every multiple of so many optimizer steps; 0: in the first update only."""

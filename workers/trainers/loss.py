@@ -52,8 +52,6 @@ class LossSettings:
     behavior_anchor: bool = False
     dppo_divergence: Literal["tv", "kl"] | None = None
     dppo_threshold: float = 0.1
-    router_losses: bool = False
-    """Whether routers have auxiliary losses."""
 
     @classmethod
     def of(cls, spec: RunSpec) -> "LossSettings":
@@ -73,13 +71,12 @@ class LossSettings:
             behavior_anchor=training.use_rollout_logprobs,
             dppo_divergence=training.dppo_divergence_type,
             dppo_threshold=training.dppo_threshold,
-            router_losses=training.router_aux_loss_weight > 0 or training.router_z_loss_weight > 0,
         )
 
     @property
     def needs_every_sample(self) -> bool:
         """Whether a sample with advantage 0 has a gradient: the loss has terms without it."""
-        return self.entropy_coef != 0 or self.kl_coef != 0 or self.router_losses
+        return self.entropy_coef != 0 or self.kl_coef != 0
 
 
 @dataclass(frozen=True, slots=True)
