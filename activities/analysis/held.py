@@ -4,8 +4,10 @@ A value holds until the next look, at most ``MAX_HOLD_S`` seconds: later nobody 
 unknown covers nothing, so a gap lowers the coverage and never the mean.
 """
 
+import math
+from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
@@ -16,6 +18,8 @@ from models.errors import ConfigurationError
 MAX_HOLD_S = 10.0
 FULL_COVERAGE = 0.95
 """From which a window counts as wholly observed."""
+UNKNOWN = math.nan
+"""In a column of values: nobody knows it then."""
 _PERCENTILE = 0.95
 _ROUNDING = 1e-9
 
@@ -45,14 +49,13 @@ class Summary:
 class Series:
     """Values of one thing in time, for any number of windows."""
 
-    def __init__(self, times: Sequence[float], values: Iterable[Any]) -> None:
-        """Looks at ``times`` (Unix, any order) and what each saw; no number: unknown then."""
-        self._times = times
-        self._values = [number(value) for value in values]
-        if any(before > after for before, after in pairwise(times)):
-            order = sorted(range(len(times)), key=times.__getitem__)
-            self._times = [times[index] for index in order]
-            self._values = [self._values[index] for index in order]
+    def __init__(self, times: Iterable[float], values: Iterable[float]) -> None:
+        """Looks at ``times`` (Unix, any order) and what each saw, ``UNKNOWN`` included."""
+        self._times, self._values = array("d", times), array("d", values)
+        if any(before > after for before, after in pairwise(self._times)):
+            order = sorted(range(len(self._times)), key=self._times.__getitem__)
+            self._times = array("d", (self._times[index] for index in order))
+            self._values = array("d", (self._values[index] for index in order))
 
     def summary(self, start: float, end: float, max_hold: float = MAX_HOLD_S) -> Summary:
         """The window ``[start, end)``. Reads only the points that can matter there.
@@ -66,13 +69,22 @@ class Series:
             )
         first = bisect_left(self._times, start - max_hold)
         last = bisect_right(self._times, end)
-        times = [*self._times[first:last], end]
+        times = self._times[first:last]
+        times.append(end)
         held: dict[float, float] = {}
         for (time, following), value in zip(pairwise(times), self._values[first:last], strict=True):
+            if value != value:  # UNKNOWN
+                continue
             seconds = min(following, end, time + max_hold) - max(time, start)
-            if value is not None and seconds > 0:
+            if seconds > 0:
                 held[value] = held.get(value, 0.0) + seconds
         return _summary(held, end - start)
+
+
+def as_value(found: Any) -> float:
+    """What a look found as an entry of a column: ``UNKNOWN`` unless it is a finite number."""
+    value = number(found)
+    return UNKNOWN if value is None else value
 
 
 def summarize(
@@ -80,7 +92,7 @@ def summarize(
 ) -> dict[str, Any]:
     """``Series.summary`` of points in any order, as plain JSON."""
     seen = list(points)
-    series = Series([time for time, _ in seen], [value for _, value in seen])
+    series = Series((time for time, _ in seen), (as_value(value) for _, value in seen))
     return series.summary(start, end, max_hold).document()
 
 

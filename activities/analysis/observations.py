@@ -1,10 +1,12 @@
 """What was observed while a run went on: its pipeline, its engines, its GPUs, as series in time."""
 
+from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, Generic, TypeVar
 
-from activities.analysis.held import Series
+from activities.analysis.held import UNKNOWN, Series, as_value
 from activities.rollout.occupancy import GAUGES
 from activities.storage import layout
 from activities.storage.store import Store
@@ -64,29 +66,34 @@ class Device:
 class _Looks(Generic[Key]):
     """Columns of values by key.
 
-    Rows that are kept whole for every look cost the garbage collector as long as the reading does,
-    and longer for each in a long run.
+    Arrays, because lists of rows or of numbers cost the garbage collector as long as the reading
+    does, and longer for each look in a long run.
     """
 
     def __init__(self, keys: Iterable[Key] = ()) -> None:
-        self.times: list[float] = []
-        self._columns: dict[Key, list[Any]] = {key: [] for key in keys}
+        self.times = array("d")
+        self._columns: dict[Key, array[float]] = {key: array("d") for key in keys}
 
     def add(self, time: float, values: Mapping[Key, Any]) -> None:
         """What was seen at ``time``; a key that is not among it is unknown from then on."""
         for key, value in values.items():
-            column = self._columns.setdefault(key, [])
-            column += [None] * (len(self.times) - len(column))
-            column.append(value)
+            column = self._columns.get(key)
+            if column is None:
+                column = self._columns[key] = array("d")
+            self._fill(column)
+            column.append(as_value(value))
         self.times.append(time)
 
     def series(self) -> dict[Key, Series]:
         """One for every key."""
-        count = len(self.times)
-        return {
-            key: Series(self.times, column + [None] * (count - len(column)))
-            for key, column in self._columns.items()
-        }
+        for column in self._columns.values():
+            self._fill(column)
+        return {key: Series(self.times, column) for key, column in self._columns.items()}
+
+    def _fill(self, column: "array[float]") -> None:
+        """With ``UNKNOWN`` for the looks that did not see it."""
+        if missing := len(self.times) - len(column):
+            column.extend(repeat(UNKNOWN, missing))
 
 
 def pipeline_series(store: Store) -> dict[str, Series]:

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 from measured_run import MeasuredRun
 
-from activities.analysis.held import Series, summarize
+from activities.analysis.held import Series, as_value, summarize
 from activities.analysis.occupancy import analyze
 from activities.storage import layout
 from models.errors import ConfigurationError, ContractViolation
@@ -74,7 +74,7 @@ def test_summaries_match_a_look_at_every_tenth_of_a_second() -> None:
             last = max((t for t in points if t <= tick), default=None)
             if last is not None and tick - last < 50 and points[last] is not None:
                 known.append(points[last])
-        series = Series([t / 10 for t in points], points.values())
+        series = Series([t / 10 for t in points], map(as_value, points.values()))
         summary = series.summary(start / 10, end / 10, 5.0)
         assert summary.coverage == pytest.approx(len(known) / (end - start))
         if known:
