@@ -7,8 +7,9 @@ odd key of its place, and the fingerprint is the sum of all of them modulo 2^64:
     m = w + salt(c);  m ^= m >> 32;  m *= key(i);  m ^= m >> 29;  fingerprint = sum of m
 
 Salts and keys are outputs of SplitMix64, shifts keep the sign, and integers wrap, so the sum has
-the same bits in whatever order it is taken. It finds errors, not forgers. Runs inside engines as
-well, so it imports nothing but torch.
+the same bits in whatever order it is taken. It finds errors, not forgers. Small tensors of one size
+are rows of one matrix, because a GPU is told of a step of a tensor slower than it does it. Runs
+inside engines as well, so it imports nothing but torch.
 """
 
 from collections.abc import Iterable
@@ -19,6 +20,9 @@ from torch import Tensor
 
 CHUNK_WORDS = 1 << 21
 """16 MiB: what one step reads, and what its temporaries take, twice."""
+_WAITING_WORDS = 4 * CHUNK_WORDS
+"""What the copies of small tensors take at most while they wait for others of their size."""
+_MOST_ROWS = 1024
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -27,30 +31,79 @@ _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 def fingerprints(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
     """Name -> 16 hex digits, of the elements as they are; tensors may be views of any layout.
 
-    All tensors lie on one device, which is waited for once, at the end.
+    All tensors lie on one device, which is waited for once, at the end. None of them is read after
+    the next one was asked for.
     """
     names: list[str] = []
     sums: list[Tensor] = []
-    keys: Tensor | None = None
+    waiting: dict[int, _Rows] = {}
+
+    def conclude(rows: _Rows) -> None:
+        names.extend(rows.names)
+        sums.append(_mixed_sums(rows.filled.add_(_salt(0))))
+
     for name, tensor in tensors:
-        if keys is None:
-            keys = _keys(tensor.device, CHUNK_WORDS)
-        names.append(name)
-        sums.append(_sum(tensor, keys))
-    values = torch.stack(sums).tolist() if sums else []
+        words = _words(tensor)
+        size = len(words)
+        if size > CHUNK_WORDS // 2:
+            names.append(name)
+            sums.append(_sum(words))
+            continue
+        if size not in waiting:
+            if sum(each * _num_rows(each) for each in (size, *waiting)) > _WAITING_WORDS:
+                for rows in waiting.values():
+                    conclude(rows)
+                waiting.clear()
+            waiting[size] = _Rows(size, words.device)
+        if waiting[size].add(name, words):
+            conclude(waiting.pop(size))
+    for rows in waiting.values():
+        conclude(rows)
+    values = torch.cat(sums).tolist() if sums else []
     return {name: f"{value & _MASK:016x}" for name, value in zip(names, values, strict=True)}
 
 
-def _sum(tensor: Tensor, keys: Tensor) -> Tensor:
-    """The fingerprint, as an integer with a sign, on the tensor's device."""
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for number, chunk in enumerate(_words(tensor).split(CHUNK_WORDS)):
-        mixed = chunk + _signed(_splitmix(number))
-        mixed ^= mixed >> 32
-        mixed *= keys[: len(mixed)]
-        mixed ^= mixed >> 29
-        total += mixed.sum()
-    return total
+class _Rows:
+    """Tensors of one size, of one chunk at most, copied one under the other."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.names: list[str] = []
+        self._data = torch.empty(_num_rows(size), size, dtype=torch.int64, device=device)
+        self._rows = self._data.unbind()
+
+    @property
+    def filled(self) -> Tensor:
+        """[rows, size] of the tensors that were added."""
+        return self._data[: len(self.names)]
+
+    def add(self, name: str, words: Tensor) -> bool:
+        """Copy one; whether no other has room."""
+        self._rows[len(self.names)].copy_(words)
+        self.names.append(name)
+        return len(self.names) == len(self._rows)
+
+
+def _num_rows(size: int) -> int:
+    """Rows of ``size`` words that one chunk has room for."""
+    return min(_MOST_ROWS, CHUNK_WORDS // max(1, size))
+
+
+def _sum(words: Tensor) -> Tensor:
+    """[1]: the fingerprint of a tensor, as an integer with a sign, on its device."""
+    chunks = enumerate(words.unsqueeze(0).split(CHUNK_WORDS, 1))
+    return torch.stack([_mixed_sums(chunk + _salt(number)) for number, chunk in chunks]).sum(0)
+
+
+def _mixed_sums(salted: Tensor) -> Tensor:
+    """[rows]: sums of m over ``salted`` [rows, words], w + salt(c), which is overwritten."""
+    salted ^= salted >> 32
+    salted *= _keys(salted.device, CHUNK_WORDS)[: salted.shape[1]]
+    salted ^= salted >> 29
+    return salted.sum(1)
+
+
+def _salt(number: int) -> int:
+    return _signed(_splitmix(number))
 
 
 def _words(tensor: Tensor) -> Tensor:

@@ -1,10 +1,12 @@
 """Fingerprints of tensors: the stated formula in plain integers, and every error that counts."""
 
 import struct
+from collections.abc import Iterator
 
 import pytest
 import torch
 
+from tests.support.counted_operations import CountedOperations
 from workers import fingerprint
 from workers.fingerprint import fingerprints
 
@@ -68,6 +70,39 @@ def test_names_keep_their_tensors() -> None:
     tensors = {name: torch.randn(5) for name in "cab"}
     assert fingerprints(tensors.items()) == {name: of(each) for name, each in tensors.items()}
     assert fingerprints([]) == {}
+
+
+@pytest.mark.parametrize("waiting_words", [0, 40, 1 << 23])
+def test_many_tensors_of_few_sizes_are_the_stated_sums(
+    waiting_words: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Interleaved, fewer and more of a size than are mixed together, each gone when it was read."""
+    monkeypatch.setattr(fingerprint, "CHUNK_WORDS", 24)
+    monkeypatch.setattr(fingerprint, "_WAITING_WORDS", waiting_words)
+    monkeypatch.setattr(fingerprint, "_MOST_ROWS", 5)
+    generator = torch.Generator().manual_seed(2)
+    expected: dict[str, str] = {}
+
+    def one_after_the_other() -> Iterator[tuple[str, torch.Tensor]]:
+        memory = torch.empty(200)
+        for number in range(60):
+            size = (1, 24, 24, 5, 47, 0, 150, 8)[number % 8]  # of the last but one: 75 words
+            tensor = memory[:size].copy_(torch.randn(size, generator=generator))
+            expected[str(number)] = by_hand(tensor.numpy().tobytes(), 24)
+            yield str(number), tensor
+            memory.fill_(float("nan"))
+
+    assert fingerprints(one_after_the_other()) == expected
+    assert len(expected) == 60
+
+
+def test_a_small_tensor_of_many_costs_two_operations_of_its_device() -> None:
+    """Where its words are copied to, and a share of what is done for all of them."""
+    tensors = {str(number): torch.ones(4, 4 + number % 4) for number in range(400)}
+    fingerprints(tensors.items())  # makes the keys
+    with CountedOperations() as counted:
+        fingerprints(tensors.items())
+    assert counted.number < 2 * len(tensors)
 
 
 def test_every_change_of_any_single_element_shows() -> None:
