@@ -10,8 +10,15 @@ import torch
 from configs.memory import ModelShape
 from configs.run import RunSpec
 from configs.trainer_memory import TrainerMemory, trainer_memory
+from workers.engines.sglang.arguments import COLOCATED_FRACTION
 
 MEMORY = "memory"
+
+_FREE_SHARE = 0.75
+"""Of a GPU that is free, with what a step cached kept, when engines have given theirs back: an
+engine that starts anew takes its share of what it finds."""
+_ENGINE_MARGIN = 0.1
+"""Of a GPU: what an engine takes beside the share that it was told, for graphs and activations."""
 
 Metrics = dict[str, float]
 
@@ -37,6 +44,17 @@ def expected_memory(spec: RunSpec, model: Any) -> TrainerMemory:
     return trainer_memory(spec, shape, on_gpu=on_gpu)
 
 
+def leaves_room(spec: RunSpec, free_bytes: int, device_bytes: int) -> bool:
+    """Whether a GPU of ``device_bytes`` with ``free_bytes`` has room for an engine that comes back.
+
+    Then a trainer that takes turns with it keeps what its step cached: asking the driver for
+    gigabytes again takes longer than a small step computes.
+    """
+    fraction = spec.inference.sglang.get("mem_fraction_static", COLOCATED_FRACTION)
+    share = fraction if isinstance(fraction, float) else COLOCATED_FRACTION
+    return free_bytes >= max(_FREE_SHARE, share + _ENGINE_MARGIN) * device_bytes
+
+
 class PeakMemory:
     """The most that one update takes of this process's GPU; without one nothing is told."""
 
@@ -45,7 +63,7 @@ class PeakMemory:
         expected = expected_memory(spec, model)
         self.expected_bytes = expected.of_process(spec.trainer.num_processes)
         self._device = next(model.parameters()).device
-        self._gives_back = spec.colocated
+        self._spec = spec
 
     def begin(self) -> None:
         """Forget earlier peaks."""
@@ -56,20 +74,21 @@ class PeakMemory:
         """Tell the ``memory`` event of an update and return ``train/memory/*``.
 
         Reserved memory includes what the allocator keeps. What only a step needs is given back
-        where engines take their turn on the same GPU.
+        where engines take their turn on the same GPU and would lack it.
         """
         if self._device.type != "cuda":
             return {}
         peak = torch.cuda.max_memory_allocated(self._device)
         reserved = torch.cuda.max_memory_reserved(self._device)
-        if self._gives_back:
+        free, total = torch.cuda.mem_get_info(self._device)
+        if self._spec.colocated and not leaves_room(self._spec, free, total):
             torch.cuda.empty_cache()
         event = {
             "rollout_id": rollout_id,
             "estimated_bytes": self.expected_bytes,
             "peak_allocated_bytes": peak,
             "peak_reserved_bytes": reserved,
-            "device_bytes": torch.cuda.get_device_properties(self._device).total_memory,
+            "device_bytes": total,
         }
         tell(MEMORY, event)
         return {

@@ -8,7 +8,7 @@ from configs.memory import ModelShape
 from configs.trainer_memory import activation_bytes, trainer_bytes, trainer_memory
 from workers.trainers import document_attention, norms
 from workers.trainers.decoder_layers import compile_layers, recompute_layers
-from workers.trainers.device_memory import PeakMemory, expected_memory
+from workers.trainers.device_memory import PeakMemory, expected_memory, leaves_room
 from workers.trainers.document_attention import use_document_attention
 from workers.trainers.documents import Document, collate_documents
 from workers.trainers.logprobs import Scorer
@@ -182,3 +182,21 @@ def test_without_a_gpu_no_peak_is_told(make_spec, make_model):
     memory = PeakMemory(make_spec(), make_model("qwen3"))
     memory.begin()
     assert memory.conclude(0, lambda event, values: pytest.fail("told")) == {}
+
+
+@pytest.mark.parametrize(
+    ("fraction", "free_gib", "room"),
+    [
+        (None, 75, True),  # an engine that starts anew takes half of what it finds
+        (None, 74, False),
+        (0.6, 75, True),
+        (0.8, 89, False),  # 80 for its weights and cache, 10 for what else it computes with
+        (0.8, 90, True),
+    ],
+)
+def test_a_step_keeps_its_memory_where_engines_find_enough(make_spec, fraction, free_gib, room):
+    spec = make_spec()
+    if fraction is not None:
+        section = spec.inference.model_copy(update={"sglang": {"mem_fraction_static": fraction}})
+        spec = spec.model_copy(update={"inference": section})
+    assert leaves_room(spec, free_gib << 30, 100 << 30) is room
