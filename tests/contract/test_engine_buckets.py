@@ -20,6 +20,8 @@ from workers.trainers.channel import Channel
 from workers.trainers.handles import SharedMemory
 
 DEADLINE_S = 60.0
+NCCL = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+"""As a trainer process has it: its memory must be the kind that SGLang's processes take."""
 
 
 def weights_of(folder: Path, device: str, dtype: torch.dtype) -> WireWeights:
@@ -68,12 +70,16 @@ async def test_buckets_bring_the_weights_of_a_folder_without_it(
             await client.resume()
 
 
-async def test_buckets_are_broadcast_to_an_engine(any_engine: ServedEngine, tmp_path: Path) -> None:
+async def test_buckets_are_broadcast_to_an_engine(
+    any_engine: ServedEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Twice through one group; the native engine has no such call and says so."""
     url = str(any_engine.http.base_url)
     on_gpu = any_engine.kind == "sglang" and torch.cuda.is_available()
     if on_gpu and torch.cuda.device_count() < 2:
         pytest.skip("needs a second GPU: NCCL refuses two ranks on one")
+    for name, value in NCCL.items():
+        monkeypatch.setenv(name, value)
     channel = Channel([EngineHandle(name="engine-0", url=url, incarnation=0)], DEADLINE_S)
     info = channel.info
     group = InitWeightsUpdateGroup(

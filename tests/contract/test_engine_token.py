@@ -15,10 +15,16 @@ from configs.load import resolve_document
 from models.errors import ContractViolation
 from models.ids import RunRef
 from models.routing import EngineState, RoutedEngine, RoutingTable
-from tests.support.engine_model import write_engine_model
+from tests.support.engine_model import GPU_SIZES, write_engine_model
 from tests.support.router_rig import engine_client, router_process, token
 from tests.support.served_engine import DEADLINE_S
-from tests.support.sglang_server import NO_SGLANG, RECIPE, sglang_python, sglang_server
+from tests.support.sglang_server import (
+    NO_SGLANG,
+    RECIPE,
+    sees_gpu,
+    sglang_python,
+    sglang_server,
+)
 from workers.actors.engine import server_command
 from workers.actors.order import ActorOrder, fleet_token
 from workers.engines.process import ServerProcess
@@ -111,9 +117,11 @@ async def test_native_engine_and_router(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.sglang
 @pytest.mark.timeout(300)
 async def test_sglang(tmp_path: Path) -> None:
-    if sglang_python() is None:
+    python = sglang_python()
+    if python is None:
         pytest.skip(NO_SGLANG)
-    with sglang_server(write_engine_model(tmp_path / "model", 0), tmp_path) as url:
+    sizes = GPU_SIZES if sees_gpu(python) else {}
+    with sglang_server(write_engine_model(tmp_path / "model", 0, **sizes), tmp_path) as url:
         await refuses(url, (*CONTROLS, "/generate"))
         await refuses(url, ("/model_info", "/server_info"), ("GET",))
         async with client(url) as known:

@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 PACKAGE = "flash-attn-4"
 _INTERFACE = "flash_attn.cute.interface"
 _GENERATIONS = (9, 10)  # Hopper, Blackwell
+_SIZES = 32  # heads of 40 fail on Hopper
 
 
 def missing(device: torch.device) -> str | None:
@@ -40,9 +42,13 @@ def attend(
     ``scale``: of the scores, the inverse root of D when None. Differentiable; the gradient of the
     query is summed in no fixed order.
     """
-    used = query.shape[-1] ** -0.5 if scale is None else scale
+    size = query.shape[-1]
+    used = size**-0.5 if scale is None else scale
+    if size % _SIZES:
+        # Zeros add nothing to a score, and what they make of values is cut off.
+        query, key, value = (pad(part, (0, -size % _SIZES)) for part in (query, key, value))
     attended: Tensor = _forward(query, key, value, offsets, longest, used)[0]
-    return attended
+    return attended[..., :size]
 
 
 @lru_cache
