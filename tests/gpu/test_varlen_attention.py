@@ -72,7 +72,9 @@ def output_and_gradients(attention, inputs, gradient):
 
 
 @pytest.mark.parametrize("dtype", ROUNDOFF, ids=str)
-@pytest.mark.parametrize(("heads", "key_heads", "size"), [(4, 4, 64), (8, 2, 128), (6, 3, 40), (4, 2, 80)])
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "size"), [(4, 4, 64), (8, 2, 128), (6, 3, 40), (4, 2, 80)]
+)
 @pytest.mark.parametrize("scale", [None, 0.3])
 def test_output_and_gradients_are_those_of_the_formula(
     kernel, dtype, heads, key_heads, size, scale
