@@ -32,15 +32,16 @@ async def send_buckets(
         StaleFence: another epoch owns the run's root.
         TrainerLost: the trainer died on the way.
     """
+    trainer, version = site.fleet.trainer(order.run), order.weights.version
     due = [update for update in updates if update.is_due]
     if not due:
+        await trainer.drop_bucket(order.token)  # what it was offered with
         return
     # Engines take no fence token, so a caller that lost its epoch must stop itself.
     await asyncio.to_thread(require_epoch, store_of(order.run), order.token.epoch)
     by_handle = order.weights.transport == "ipc"
     sending = _Opening(due, trace) if by_handle else _Broadcast(site, order, due, trace)
     await sending.begin()
-    trainer, version = site.fleet.trainer(order.run), order.weights.version
     try:
         for index in range(order.weights.num_buckets):
             if not all(update.is_due for update in due):

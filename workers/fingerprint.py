@@ -69,7 +69,6 @@ class _Rows:
     def __init__(self, size: int, device: torch.device) -> None:
         self.names: list[str] = []
         self._data = torch.empty(_num_rows(size), size, dtype=torch.int64, device=device)
-        self._rows = self._data.unbind()
 
     @property
     def filled(self) -> Tensor:
@@ -78,9 +77,9 @@ class _Rows:
 
     def add(self, name: str, words: Tensor) -> bool:
         """Copy one; whether no other has room."""
-        self._rows[len(self.names)].copy_(words)
+        self._data[len(self.names)].copy_(words)
         self.names.append(name)
-        return len(self.names) == len(self._rows)
+        return len(self.names) == len(self._data)
 
 
 def _num_rows(size: int) -> int:

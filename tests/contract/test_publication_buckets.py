@@ -136,7 +136,7 @@ async def test_nothing_moves_when_it_is_served(rig: Rig) -> None:
     await rig.bench.publish(1)
     del rig.sender.calls[:]
     report = await rig.bench.publish(1, attempt=2)
-    assert (report.repeated_version, rig.sender.calls) == (True, ["export 1"])
+    assert (report.repeated_version, rig.sender.calls) == (True, ["drop", "export 1"])
     assert rig.bench.rows(layout.PUBLICATION)[-1]["buckets"] == 0
 
 

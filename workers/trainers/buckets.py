@@ -19,7 +19,7 @@ from torch import Tensor
 from activities.wire.digest import weights_digest
 from models.publication import TensorMeta
 from workers.fingerprint import fingerprints
-from workers.trainers.shards import file_shapes, gathered
+from workers.trainers.shards import file_shapes, gathered, is_sharded
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,16 +75,23 @@ class WireWeights:
         close()
         return tuple(plans)
 
+    @torch.no_grad()
     def pack(self, plan: BucketPlan, flat: Tensor) -> None:
         """Fill ``flat`` ([plan.num_bytes] uint8). Every rank calls it and gets the same bytes."""
-        end = 0
         chosen = {name: self.weights[name] for name in plan.members}
+        # What is put together for it is copied before the next one is, the rest all at once.
+        in_parts = any(map(is_sharded, chosen.values()))
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
         with gathered(chosen, self.family) as data:
-            for _, tensor in data:
-                cast = tensor.detach().to(self._target(tensor))
-                begin, end = end, end + cast.numel() * cast.element_size()
-                # Through a view of the target: a row-major copy, whatever the source's layout is.
-                flat[begin:end].view(cast.dtype).view(cast.shape).copy_(cast)
+            for (_, source), (_, target) in zip(data, unpacked(flat, plan.tensors), strict=True):
+                if in_parts:
+                    target.copy_(source)
+                    continue
+                targets.append(target)
+                sources.append(source)
+        if targets:
+            torch._foreach_copy_(targets, sources)
 
     def digest(self) -> str:
         """What engines that hold these weights answer, by fingerprints. Every rank calls it."""
@@ -110,10 +117,13 @@ def num_bytes(meta: TensorMeta) -> int:
     return prod(meta.shape) * dtype.itemsize
 
 
+def packed_digest(flat: Tensor, tensors: Sequence[TensorMeta]) -> str:
+    """``WireWeights.digest`` of weights that lie in one bucket, from what was packed."""
+    return weights_digest(fingerprints(unpacked(flat, tensors)))
+
+
 def unpacked(flat: Tensor, tensors: Sequence[TensorMeta]) -> Iterator[tuple[str, Tensor]]:
     """Views of a bucket's tensors, by name."""
-    end = 0
-    for meta in tensors:
-        begin, end = end, end + num_bytes(meta)
+    for meta, part in zip(tensors, flat.split([*map(num_bytes, tensors)]), strict=True):
         dtype: torch.dtype = getattr(torch, meta.dtype)
-        yield meta.name, flat[begin:end].view(dtype).view(meta.shape)
+        yield meta.name, part.view(dtype).view(meta.shape)

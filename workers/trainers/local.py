@@ -226,6 +226,8 @@ class LocalTrainer:
                 f"{folder}: the trainer state is of (completed steps, next update) {own}, its "
                 f"marker says {(clock.completed_steps, clock.next_rollout_id)}"
             )
+        if self._sender is not None:
+            self._sender.drop()
         self.policy_version, self.next_update = own
         self.last_report = state.last_report
         self._published_step = -1

@@ -12,7 +12,7 @@ from torch import Tensor
 from configs.run import RunSpec
 from models.errors import ContractViolation
 from models.publication import CPU, Transport, WeightBucket, WeightsRef
-from workers.trainers.buckets import BucketPlan, WireWeights
+from workers.trainers.buckets import BucketPlan, WireWeights, packed_digest
 from workers.trainers.handles import SharedMemory
 from workers.trainers.ranks import Ranks
 from workers.trainers.weights import named_weights, own_exports
@@ -64,16 +64,26 @@ class WeightSender:
         return cls(model, ranks, dtype, bucket_bytes, transport, file)
 
     def offer(self, version: int) -> WeightsRef:
-        """Describe the current weights, which are those of ``version``; nothing is packed yet."""
+        """Describe the current weights, which are those of ``version``.
+
+        Those that fill one bucket are packed for it: they are cast once, for both.
+        """
         self.drop()
-        return self.describe(version, path="")
+        if len(self._plans) > 1:
+            return self._described(version, "", self._weights.digest())
+        bucket = self.pack(version, 0)
+        digest = packed_digest(self.flat(version, 0), bucket.tensors)
+        return self._described(version, "", digest)
 
     def describe(self, version: int, path: str | Path) -> WeightsRef:
         """The current weights, by the checksums that engines compute where the tensors lie."""
+        return self._described(version, str(path), self._weights.digest())
+
+    def _described(self, version: int, path: str, digest: str) -> WeightsRef:
         return WeightsRef(
             version=version,
-            path=str(path),
-            digest=self._weights.digest(),
+            path=path,
+            digest=digest,
             checksum="fingerprint",
             transport="disk" if path else self._transport,
             num_buckets=0 if path else len(self._plans),

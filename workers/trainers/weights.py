@@ -32,10 +32,20 @@ def named_weights(model: torch.nn.Module) -> dict[str, Tensor]:
     Files have these names too, but for fused experts; see ``expert_names``. With several ranks each
     tensor is this rank's part.
     """
-    weights: dict[str, Tensor] = dict(model.named_parameters())
-    persistent = model.state_dict(keep_vars=True)
-    weights.update({k: v for k, v in model.named_buffers() if k in persistent})
-    return weights
+    weights: dict[str, Tensor] = {}
+    buffers: dict[str, Tensor] = {}
+    seen: set[Tensor] = set()
+    # One walk: those of torch itself take longer than a copy of all the tensors.
+    for prefix, module in model.named_modules():
+        place = f"{prefix}." if prefix else ""
+        passing = module._non_persistent_buffers_set
+        kept = {name: each for name, each in module._buffers.items() if name not in passing}
+        for found, tensors in ((weights, module._parameters), (buffers, kept)):
+            for name, tensor in tensors.items():
+                if tensor is not None and tensor not in seen:
+                    seen.add(tensor)
+                    found[place + name] = tensor
+    return weights | buffers
 
 
 def fill_model_folder(
