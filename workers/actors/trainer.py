@@ -30,6 +30,7 @@ from models.ports import EngineHandle, StageProgress
 from models.publication import WeightBucket, WeightChannel, WeightsRef
 from models.rollout import RolloutCollection
 from models.update import UpdateReport
+from workers.actors.garbage import freeze_living_objects
 from workers.actors.order import (
     ActorFacts,
     ActorOrder,
@@ -216,6 +217,7 @@ class TrainerActor:
                 self._gang.close()
             raise
         guarded.revoke(epoch - 1)
+        freeze_living_objects()
         self._trainer, self._guarded = trainer, guarded
 
     def _load(self, store: "Store", ranks: "Ranks") -> "tuple[LocalTrainer, GuardedTrainer]":

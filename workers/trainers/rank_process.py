@@ -16,6 +16,7 @@ from activities.storage import layout
 from activities.storage.local_copy import local_folder
 from activities.storage.store import Store
 from models.errors import PerdureError
+from workers.actors.garbage import freeze_living_objects
 from workers.trainers.commands import COMMANDS
 from workers.trainers.contract_file import ContractFile
 from workers.trainers.gang import RankOrder
@@ -44,6 +45,7 @@ def run(order: RankOrder) -> None:
         _log.error("model refused", reason=error.message)
         sys.stdin.read()  # an end of its own accord would count as a loss
         return
+    freeze_living_objects()
     for line in sys.stdin:
         follow(trainer, store, line)
 

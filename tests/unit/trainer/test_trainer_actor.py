@@ -57,8 +57,12 @@ def collection(root: Path, groups: list[Any]) -> RolloutCollection:
     )
 
 
-def test_a_start_that_is_repeated_keeps_the_trainer_as_it_is(make_actor, make_groups, tmp_path):
+def test_a_start_that_is_repeated_keeps_the_trainer_as_it_is(
+    make_actor, make_groups, tmp_path, monkeypatch
+):
     """A call whose fate is unknown, after a broken connection, is made again."""
+    frozen = []
+    monkeypatch.setattr(trainer, "freeze_living_objects", lambda: frozen.append(True))
     actor = make_actor(num_threads=1)
     assert not actor.facts().serving
     assert actor.start(2, None, None).next_update == 0
@@ -71,6 +75,7 @@ def test_a_start_that_is_repeated_keeps_the_trainer_as_it_is(make_actor, make_gr
     with pytest.raises(ContractViolation, match=r"was started with .* \(2, None, None\)"):
         actor.start(1, None, None)
     assert actor.facts().next_update == 1
+    assert frozen == [True]
     actor.close()
 
 
