@@ -55,6 +55,23 @@ class ActorStatus(Carried):
     """Why this life began, in words; empty for the first one."""
 
 
+class RankEvent(Carried):
+    """A process of a trainer of several begins, or ends by itself: a row of ``TRAINER_RANKS``.
+
+    Of ranks 1 and up: rank 0 is the trainer's own process, which has an ``ActorStatus``.
+    """
+
+    incarnation: int
+    """The trainer's."""
+    rank: int
+    host: str
+    time_unix: float
+    pid: int | None = None
+    """None where it ends."""
+    ended: str = ""
+    """Which rank ended and how; empty where it begins."""
+
+
 class ServingReport(Frozen):
     """The ``errors/`` metrics of a producer at one moment; counters start with its process."""
 
@@ -253,6 +270,10 @@ class FleetPort(Protocol):
 
     async def revoke(self, run: RunRef, epoch: int) -> None:
         """Refuse every token of ``epoch`` and below from now on, in every component."""
+        ...
+
+    async def publish_caches(self, run: RunRef) -> None:
+        """Publish what the processes of a completed run compiled; best effort, bounded."""
         ...
 
     async def teardown(self, run: RunRef) -> None:

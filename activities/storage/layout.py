@@ -39,6 +39,8 @@ LATEST = "checkpoints/core-latest.json"
 
 DRIVER_TIMING = "checkpoints/driver_timing.jsonl"
 COMPILER_CACHE = "checkpoints/compiler_cache.jsonl"
+TRAINER_RANKS = "checkpoints/trainer_ranks.jsonl"
+"""Beginnings and ends of the processes of a trainer of several, but the first."""
 METRICS = "checkpoints/metrics.jsonl"
 PUBLICATION = "checkpoints/publication.jsonl"
 ROLLOUT_ERRORS = "checkpoints/rollout_errors.jsonl"

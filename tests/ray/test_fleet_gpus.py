@@ -2,13 +2,17 @@
 
 import asyncio
 import importlib.util
+import socket
 from typing import Any
 
 import psutil
 import pytest
 from fleet_rig import Run, statuses
 
+from activities.storage import layout
 from models.errors import ConfigurationError, ServiceUnreachable
+from workers.cli.status_attempts import attempts_of
+from workers.cli.status_details import from_files
 from workers.fleet import RayFleet, placement
 
 pytestmark = [
@@ -28,6 +32,24 @@ def sections(mode: str, processes: int, engines: int) -> dict[str, dict[str, Any
         "trainer": {"num_processes": processes},
         "inference": {"engine": "sglang", "num_engines": engines},
     }
+
+
+async def ranks_of(run: Run) -> list[dict[str, Any]]:
+    """The trainer's rows of ``perdure status``, by the files of the run."""
+    document = from_files(run.store.root)
+    rows = await attempts_of(None, document, is_local=False)
+    return [row for row in rows if row["task"] == "trainer"]
+
+
+async def require_ranks_like_their_trainer(
+    fleet: RayFleet, run: Run, gpus: dict[str, tuple[str, ...]]
+) -> None:
+    """The trainer's second rank is a child that was started with the trainer's environment."""
+    assert not gpus.get("producer")
+    actor = (await statuses(fleet, run))["trainer"].pid
+    ranks = [child.pid for child in psutil.Process(actor).children()]
+    assert [variable(pid, "CUDA_VISIBLE_DEVICES") for pid in ranks] == [",".join(gpus["trainer"])]
+    assert [variable(pid, "NCCL_CUMEM_ENABLE") for pid in ranks] == ["0"]
 
 
 def variable(pid: int, name: str) -> str | None:
@@ -55,26 +77,59 @@ async def place_trainer(fleet: RayFleet, run: Run, timeout_s: float) -> None:
     await placement.place(fleet._cluster, run.ref.run_id, "trainer", bundles, timeout_s)
 
 
-@pytest.mark.parametrize("mode", ["disaggregated", "colocated"])
-async def test_every_process_sees_its_own_gpus(fleet: RayFleet, make_run, mode: str):
-    run: Run = make_run(**sections(mode, processes=2, engines=2))
+async def test_every_process_of_a_disaggregated_run_sees_its_own_gpus(fleet: RayFleet, make_run):
+    run: Run = make_run(**sections("disaggregated", processes=2, engines=2))
     gpus = await bring_up(fleet, run)
+    trainer, engines = gpus["trainer"], (gpus["engine-0"], gpus["engine-1"])
+    assert len(trainer) == 2
+    assert sorted(each for found in (trainer, *engines) for each in found) == list("0123")
+    assert free_gpus() == 0
+    await require_ranks_like_their_trainer(fleet, run, gpus)
 
+
+async def test_colocated_processes_share_gpus_and_each_rank_counts_its_lives(
+    fleet: RayFleet, make_run
+):
+    run: Run = make_run(**sections("colocated", processes=2, engines=2))
+    run.store.write_json(layout.WORKFLOW_JSON, {"run_id": run.ref.run_id, "status": "training"})
+    gpus = await bring_up(fleet, run)
     trainer = gpus["trainer"]
     assert len(trainer) == 2
-    engines = (gpus["engine-0"], gpus["engine-1"])
-    if mode == "colocated":
-        assert engines == (trainer[:1], trainer[1:])
-        assert free_gpus() == 2
-    else:
-        assert sorted(each for found in (trainer, *engines) for each in found) == list("0123")
-        assert free_gpus() == 0
-    assert not gpus.get("producer")
-    # The trainer's second rank is a child that was started with the trainer's environment.
-    actor = (await statuses(fleet, run))["trainer"].pid
-    ranks = [child.pid for child in psutil.Process(actor).children()]
-    assert [variable(pid, "CUDA_VISIBLE_DEVICES") for pid in ranks] == [",".join(trainer)]
-    assert [variable(pid, "NCCL_CUMEM_ENABLE") for pid in ranks] == ["0"]
+    assert (gpus["engine-0"], gpus["engine-1"]) == (trainer[:1], trainer[1:])
+    assert free_gpus() == 2
+    await require_ranks_like_their_trainer(fleet, run, gpus)
+
+    first = await ranks_of(run)
+    assert [(row["rank"], row["state"], row["attempt"]) for row in first] == [
+        (0, "running", 0),
+        (1, "running", 0),
+    ]
+    assert {row["host"] for row in first} == {socket.gethostname()}
+    assert [(row["last_failure"], row["reason"]) for row in first] == [(None, None)] * 2
+    leader, rank = (psutil.Process(row["pid"]) for row in first)
+    assert [child.pid for child in leader.children()] == [rank.pid]
+
+    rank.kill()
+    await asyncio.to_thread(psutil.wait_procs, [leader, rank], 15)
+    how = "rank 1 of 2 of the trainer was ended by SIGKILL; its log is "
+    dead = await ranks_of(run)
+    assert [(row["rank"], row["state"], row["attempt"]) for row in dead] == [
+        (0, "lost", 0),
+        (1, "lost", 0),
+    ]
+    assert dead[0]["reason"].startswith(f"ended because {how}")
+    assert dead[1]["reason"].startswith(how)
+
+    run.claim()
+    await bring_up(fleet, run)
+    second = await ranks_of(run)
+    assert [(row["rank"], row["state"], row["attempt"]) for row in second] == [
+        (0, "running", 1),
+        (1, "running", 1),
+    ]
+    assert [row["last_failure"] for row in second] == ["TrainerLost", "TrainerLost"]
+    assert [row["reason"] for row in second] == [row["reason"] for row in dead]
+    assert not {row["pid"] for row in second} & {row["pid"] for row in first}
 
 
 async def test_a_run_without_gpus_sees_none(fleet: RayFleet, make_run):

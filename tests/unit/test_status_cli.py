@@ -126,6 +126,86 @@ def test_a_process_says_when_and_why_it_was_started_again(
     assert trainer["age_s"] == pytest.approx(90, abs=30)
 
 
+KILLED = "rank 1 of 3 of the trainer was ended by SIGKILL; its log is logs/trainer-rank1.log"
+
+
+def ranks_of(
+    run: CompletedRun, capsys: pytest.CaptureFixture[str], life: int, events: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """What ``status`` says of the trainer's ranks, by the files of a run that is under way."""
+    died = {"last_failure": "TrainerLost", "reason": "trainer died during progress()"}
+    actor = {
+        **{"role": "trainer", "rank": 0, "pid": 2**30, "host": "node-7", "incarnation": life},
+        **({} if life == 0 else died),
+    }
+    state = run.store.read_json(layout.WORKFLOW_JSON)
+    run.store.write_json(layout.WORKFLOW_JSON, state | {"status": "training"})
+    run.store.write_json("fleet.json", [actor])
+    for event in events:
+        run.store.append_jsonl(layout.TRAINER_RANKS, {"host": "node-7"} | event)
+    _, document = answer(capsys, run.store.root)
+    return [each for each in document["runs"][0]["attempts"] if each["task"] == "trainer"]
+
+
+def begun(life: int, rank: int) -> dict[str, Any]:
+    """A rank that began a minute ago."""
+    pid = 2**30 + 10 * life + rank
+    return {"incarnation": life, "rank": rank, "pid": pid, "time_unix": time.time() - 60}
+
+
+def ended(life: int, rank: int, how: str) -> dict[str, Any]:
+    return {"incarnation": life, "rank": rank, "time_unix": time.time(), "ended": how}
+
+
+def test_each_rank_of_a_trainer_has_its_newest_attempt(
+    run: CompletedRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first_life = [begun(0, 1), begun(0, 2), ended(0, 1, KILLED), ended(0, 2, "a follower")]
+    rows = ranks_of(run, capsys, 1, [*first_life, begun(1, 1), begun(1, 2)])
+    assert [(row["rank"], row["attempt"], row["state"]) for row in rows] == [
+        (0, 1, "running"),
+        (1, 1, "running"),
+        (2, 1, "running"),
+    ]
+    assert [row["pid"] for row in rows] == [2**30, 2**30 + 11, 2**30 + 12]
+    assert {row["host"] for row in rows} == {"node-7"}
+    assert rows[1]["age_s"] == pytest.approx(60, abs=30)
+    assert {row["last_failure"] for row in rows} == {"TrainerLost"}
+    because = f"ended because {KILLED}"
+    assert [row["reason"] for row in rows] == [because, KILLED, because]
+
+
+def test_a_rank_that_died_is_named_while_nothing_lives_again(
+    run: CompletedRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = ranks_of(run, capsys, 0, [begun(0, 1), begun(0, 2), ended(0, 1, KILLED)])
+    assert [(row["rank"], row["attempt"]) for row in rows] == [(0, 0), (1, 0), (2, 0)]
+    assert [row["state"] for row in rows[1:]] == ["lost", "lost"]
+    assert [row["age_s"] for row in rows[1:]] == [None, None]
+    because = f"ended because {KILLED}"
+    assert [row["reason"] for row in rows] == [because, KILLED, because]
+
+
+def test_ranks_whose_trainer_died_ended_with_it(
+    run: CompletedRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = ranks_of(run, capsys, 1, [begun(0, 1), begun(1, 1)])
+    died = "trainer died during progress()"
+    assert [row["reason"] for row in rows] == [died, f"ended with the trainer: {died}"]
+    assert {row["last_failure"] for row in rows} == {"TrainerLost"}
+
+
+def test_ranks_that_a_new_trainer_has_not_started_yet_are_those_of_the_life_before(
+    run: CompletedRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = ranks_of(run, capsys, 1, [begun(0, 1)])
+    assert [(row["rank"], row["attempt"], row["state"]) for row in rows] == [
+        (0, 1, "running"),
+        (1, 0, "lost"),
+    ]
+    assert (rows[1]["last_failure"], rows[1]["reason"]) == (None, None)
+
+
 def test_a_flaw_is_printed_with_path_and_remedy(
     run: CompletedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,9 +9,12 @@ computes in the same thread; ``peek`` answers during one.
 
 import os
 import secrets
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +29,7 @@ from models.checkpoint import CheckpointFile, PolicyClock
 from models.errors import ContractViolation, PerdureError, StaleFence, TrainerLost
 from models.evaluation import ExportReport
 from models.ids import FenceToken
-from models.ports import EngineHandle, StageProgress
+from models.ports import EngineHandle, RankEvent, StageProgress
 from models.publication import WeightBucket, WeightChannel, WeightsRef
 from models.rollout import RolloutCollection
 from models.update import UpdateReport
@@ -54,6 +57,8 @@ if TYPE_CHECKING:
 CONCURRENCY_GROUPS = {"work": 1, "peek": 2}
 FAREWELL_S = 1.0
 """After the loss of a rank the running call may still say so; then the actor ends."""
+RECORD_S = 5.0
+"""For the loss to be written down; on a root that takes longer it goes unrecorded."""
 
 _log = structlog.get_logger(__name__)
 
@@ -102,7 +107,7 @@ class TrainerActor:
             report = self._ready().optimize(token, update, collection)
             settled = True
             if self._cache is not None:
-                self._cache.publish_soon(self._report_cache)
+                self._cache.publish_if_due(self._report_cache)
             return report
         except (StaleFence, ContractViolation):
             settled = True
@@ -167,6 +172,11 @@ class TrainerActor:
         """Remove exported weights, after the running call."""
         if self._guarded is not None:
             self._guarded.close()
+
+    @ray.method(concurrency_group="work")
+    def publish_cache(self) -> dict[str, Any] | None:
+        """Publish what was compiled; what became of it, or none without a cache. Never raises."""
+        return None if self._cache is None else self._cache.publish()
 
     @ray.method(concurrency_group="work")
     def settled(self) -> ActorFacts:
@@ -250,7 +260,9 @@ class TrainerActor:
         )
         logs = store.local_path(LOGS) if store.is_local else scratch
         # enter() has set this process's environment: the other ranks compute in the same
-        self._gang = Gang.start(order, inherited({}), logs, _end_with_rank)
+        self._gang = Gang.start(order, inherited({}), logs, self._end_with_rank)
+        for rank, pid in enumerate(self._gang.pids, start=1):
+            self._record_rank(rank, pid=pid)
         return join_ranks(Path(order.rendezvous), 0, order.world, order.timeout_s)
 
     @contextmanager
@@ -262,20 +274,38 @@ class TrainerActor:
             yield
 
     def _report_cache(self, row: dict[str, Any]) -> None:
-        """Best effort, as the cache itself."""
+        self._note(layout.COMPILER_CACHE, row)
+
+    def _record_rank(self, rank: int, *, pid: int | None = None, ended: str = "") -> None:
+        event = RankEvent(
+            incarnation=self._order.incarnation,
+            rank=rank,
+            host=socket.gethostname(),
+            time_unix=time.time(),
+            pid=pid,
+            ended=ended,
+        )
+        self._note(layout.TRAINER_RANKS, event.model_dump(mode="json"))
+
+    def _note(self, file: str, row: dict[str, Any]) -> None:
+        """Best effort: the trainer does not depend on what people read about it."""
         try:
-            store_of(self._order.run).append_jsonl(layout.COMPILER_CACHE, row)
+            store_of(self._order.run).append_jsonl(file, row)
         except (OSError, PerdureError) as error:
-            _log.warning("compiler cache not reported", reason=str(error))
+            _log.warning("not recorded", file=file, reason=str(error))
+
+    def _end_with_rank(self, rank: int, reason: str) -> None:
+        """A rank is lost: this process ends, wherever its other threads are."""
+        _log.error("the trainer ends with its rank", reason=reason)
+        leave = time.monotonic() + FAREWELL_S
+        record = partial(self._record_rank, rank, ended=reason)
+        recording = threading.Thread(target=record, name="last-words", daemon=True)
+        recording.start()
+        recording.join(RECORD_S)
+        threading.Event().wait(max(0.0, leave - time.monotonic()))
+        os._exit(1)
 
     def _ready(self) -> "GuardedTrainer":
         if self._guarded is None:
             raise TrainerLost(f"the trainer of {self._order.run.run_id} has not finished starting")
         return self._guarded
-
-
-def _end_with_rank(reason: str) -> None:
-    """A rank is lost: this process ends, wherever its other threads are."""
-    _log.error("the trainer ends with its rank", reason=reason)
-    threading.Event().wait(FAREWELL_S)
-    os._exit(1)

@@ -211,6 +211,11 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
+def age(started_unix: float | None) -> float | None:
+    """Seconds since then; none when nobody knows when it was."""
+    return None if started_unix is None else round(max(0.0, time.time() - started_unix), 1)
+
+
 def _is_worth_a_line(progress: RunProgress) -> bool:
     """Stages of an update come and go too fast; those around the updates last."""
     if _is_at_its_end(progress):

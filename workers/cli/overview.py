@@ -207,14 +207,18 @@ def actors_of(root: str, *, is_local: bool) -> list[dict[str, Any]]:
         )
     except ValidationError:
         return []
-    here = {socket.gethostname(), *_LOOPBACK}
-    return [
-        {
-            **actor.model_dump(mode="json"),
-            "alive": _is_alive(actor.pid) if is_local or actor.host in here else actor.alive,
-        }
-        for actor in actors
-    ]
+    rows = []
+    for actor in actors:
+        seen = seen_alive(actor.pid, actor.host, is_local=is_local)
+        alive = actor.alive if seen is None else seen
+        rows.append({**actor.model_dump(mode="json"), "alive": alive})
+    return rows
+
+
+def seen_alive(pid: int, host: str, *, is_local: bool) -> bool | None:
+    """Whether a process lives; none when it is on another host. ``is_local``: all are on this."""
+    is_here = is_local or host in (socket.gethostname(), *_LOOPBACK)
+    return _is_alive(pid) if is_here else None
 
 
 def _is_alive(pid: int) -> bool:

@@ -1,7 +1,6 @@
 """Current attempts of a run: the workflow, its pending activities, its actors; newest of each."""
 
 import asyncio
-import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,7 +12,10 @@ from temporalio.service import RPCError
 
 from activities.storage import layout
 from workers.cli import artifacts
+from workers.cli.display import age
+from workers.cli.overview import actors_of
 from workers.cli.server import RPC_TIMEOUT
+from workers.cli.status_ranks import rank_rows
 
 WORKFLOW = "workflow"
 _STATES = {
@@ -26,19 +28,19 @@ _STATES = {
 
 
 async def attempts_of(
-    client: Client | None, run: dict[str, Any], fleet: list[dict[str, Any]]
+    client: Client | None, run: dict[str, Any], *, is_local: bool
 ) -> list[dict[str, Any]]:
-    """Newest attempt per (task, rank): workflow first, then activities, then actors.
+    """Newest attempt per (task, rank): workflow first, then activities, then processes.
 
     Args:
         client: whom to ask for pending activities; none: nobody.
         run: a run of the overview.
-        fleet: every actor that the run ever had, alive or not.
+        is_local: every process of the run is on this host.
     """
     rows = [await asyncio.to_thread(_workflow, run)]
     if client is not None:
         rows += [_activity(each) for each in await _pending(client, run["run_id"])]
-    rows += await asyncio.to_thread(_actors, run, fleet)
+    rows += await asyncio.to_thread(_processes, run, is_local=is_local)
     return newest(rows)
 
 
@@ -57,7 +59,7 @@ def _workflow(run: dict[str, Any]) -> dict[str, Any]:
     last = starts[-1] if isinstance(starts, list) and starts else {}
     owner = artifacts.read_json(run["root"], layout.OWNER_JSON) if run["root"] else None
     state = artifacts.read_json(run["root"], layout.WORKFLOW_JSON) if run["root"] else None
-    host = owner.get("owner", {}).get("host") if isinstance(owner, dict) else None
+    claimer = owner.get("owner", {}) if isinstance(owner, dict) else {}
     error = state.get("error") if isinstance(state, dict) else None
     kind, _, message = str(error or "").partition(": ")
     return {
@@ -65,8 +67,9 @@ def _workflow(run: dict[str, Any]) -> dict[str, Any]:
         "rank": 0,
         "state": run["state"],
         "attempt": int(last.get("attempt", 0)),
-        "host": host or None,
-        "age_s": _age(last.get("started_unix")),
+        "host": claimer.get("host") or None,
+        "pid": claimer.get("pid") or None,
+        "age_s": age(last.get("started_unix")),
         "last_failure": kind or None,
         "reason": run["error"] or message or None,
     }
@@ -85,6 +88,7 @@ def _activity(pending: PendingActivityInfo) -> dict[str, Any]:
     """The attempt's number counts from 0, as everywhere here; Temporal counts from 1."""
     failure = pending.last_failure if pending.HasField("last_failure") else None
     started = pending.last_started_time if pending.HasField("last_started_time") else None
+    pid, at, host = pending.last_worker_identity.partition("@")
     kind = None
     if failure is not None:
         kind = failure.application_failure_info.type or failure.WhichOneof("failure_info")
@@ -93,11 +97,21 @@ def _activity(pending: PendingActivityInfo) -> dict[str, Any]:
         "rank": 0,
         "state": _STATES.get(pending.state, "unknown"),
         "attempt": max(0, pending.attempt - 1),
-        "host": pending.last_worker_identity or None,
-        "age_s": _age(started.seconds if started is not None else None),
+        "host": (host if at else pid) or None,
+        "pid": int(pid) if at and pid.isdecimal() else None,
+        "age_s": age(started.seconds if started is not None else None),
         "last_failure": kind,
         "reason": failure.message if failure is not None else None,
     }
+
+
+def _processes(run: dict[str, Any], *, is_local: bool) -> list[dict[str, Any]]:
+    """A row a process of the fleet; a trainer has one for each of its ranks."""
+    rows: list[dict[str, Any]] = []
+    for row in _actors(run, actors_of(run["root"], is_local=is_local)):
+        is_trainer = row["task"] == "trainer"
+        rows += rank_rows(run["root"], row, is_local=is_local) if is_trainer else [row]
+    return rows
 
 
 def _actors(run: dict[str, Any], fleet: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -121,7 +135,8 @@ def _actors(run: dict[str, Any], fleet: list[dict[str, Any]]) -> list[dict[str, 
                 "state": "running" if alive else "ended" if ended else "lost",
                 "attempt": actor["incarnation"],
                 "host": actor["host"],
-                "age_s": _age(started) if alive else None,
+                "pid": actor["pid"],
+                "age_s": age(started) if alive else None,
                 "last_failure": failure,
                 "reason": reason,
             }
@@ -150,7 +165,3 @@ def _started_unix(pid: int) -> float | None:
         return psutil.Process(pid).create_time()
     except psutil.Error:
         return None  # on another host, or gone since
-
-
-def _age(started_unix: float | None) -> float | None:
-    return None if started_unix is None else round(max(0.0, time.time() - started_unix), 1)

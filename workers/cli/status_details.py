@@ -14,7 +14,6 @@ from workers.cli import artifacts
 from workers.cli.display import duration
 from workers.cli.launches import read_receipt, receipt_path
 from workers.cli.names import PREFIX
-from workers.cli.overview import actors_of
 from workers.cli.place import Place
 from workers.cli.server import connect_to, look
 from workers.cli.status_attempts import attempts_of
@@ -41,8 +40,7 @@ async def add_details(run: dict[str, Any], place: Place | None, loaded: Loaded |
         run["config_differs"] = differences(files["document"], loaded)
     await asyncio.to_thread(_add_receipt, run, identity)
     is_local = place is not None and place.stack is not None
-    fleet = await asyncio.to_thread(actors_of, run["root"], is_local=is_local)
-    run["attempts"] = await attempts_of(client, run, fleet)
+    run["attempts"] = await attempts_of(client, run, is_local=is_local)
 
 
 def from_files(root: str) -> dict[str, Any]:
@@ -115,7 +113,8 @@ def show_details(console: Console, run: dict[str, Any]) -> None:
         line(f"receipt {run['receipt']} {is_same}")
     for warning in run["warnings"]:
         line(f"warning: {warning}", "yellow")
-    table = Table("task", "rank", "state", "attempt", "host", "age", "last failure", box=None)
+    columns = ("task", "rank", "state", "attempt", "host", "pid", "age", "last failure")
+    table = Table(*columns, box=None)
     table.add_column("reason", overflow="fold")
     for each in run["attempts"]:
         age = "-" if each["age_s"] is None else duration(each["age_s"])
@@ -126,6 +125,7 @@ def show_details(console: Console, run: dict[str, Any]) -> None:
             each["state"],
             str(each["attempt"]),
             each["host"] or "?",
+            "?" if each["pid"] is None else str(each["pid"]),
             age,
             each["last_failure"] or "-",
             reason[0] if reason else "",

@@ -29,6 +29,9 @@ MODULE = "workers.trainers.rank_process"
 MODULES_CACHE = "HF_MODULES_CACHE"
 _LAST_WORDS_S = 1.0
 """How long a broken collective waits for the exit of the rank that broke it."""
+_FOLLOWER_S = 0.5
+"""How long the exit of a rank that was not killed waits for that of one that was: a rank ends with
+an error when another one leaves a collective. Less than ``_LAST_WORDS_S``."""
 _CLOSE_S = 3.0
 _COMMUNICATION = ("gloo", "nccl", "connection", "timed out", "timeout")
 
@@ -56,8 +59,8 @@ def private(env: Mapping[str, str], rank: int) -> dict[str, str]:
 class Gang:
     """The processes of ranks 1 and up."""
 
-    def __init__(self, order: RankOrder, on_loss: Callable[[str], None]) -> None:
-        """``on_loss``: told, in a thread of its own, that a rank ended by itself, and how."""
+    def __init__(self, order: RankOrder, on_loss: Callable[[int, str], None]) -> None:
+        """``on_loss``: told, in a thread of its own, which rank ended by itself, and how."""
         self._order = order
         self._on_loss = on_loss
         self._members: list[_Member] = []
@@ -71,7 +74,7 @@ class Gang:
         order: RankOrder,
         env: Mapping[str, str],
         logs: Path,
-        on_loss: Callable[[str], None],
+        on_loss: Callable[[int, str], None],
     ) -> "Gang":
         """Start every rank but the first; they wait for it at ``order.rendezvous``.
 
@@ -156,20 +159,22 @@ class Gang:
         self._loss.wait(_LAST_WORDS_S)
         return self._lost or f"the ranks of the trainer {otherwise}"
 
-    def _ended(self, rank: int, how: str) -> None:
+    def _ended(self, rank: int, how: str, was_killed: bool) -> None:
+        if not was_killed and not self._closing:
+            self._loss.wait(_FOLLOWER_S)
         if self._closing or self._lost:
             return
         self._lost = f"rank {rank} of {self._order.world} of the trainer {how}"
         self._loss.set()
         _log.error("trainer rank lost", reason=self._lost)
-        self._on_loss(self._lost)
+        self._on_loss(rank, self._lost)
 
 
 class _Member:
     """One child. The thread that starts it waits for its end: the kernel ties it to that thread."""
 
     def __init__(
-        self, rank: int, env: dict[str, str], log: Path, on_end: Callable[[int, str], None]
+        self, rank: int, env: dict[str, str], log: Path, on_end: Callable[[int, str, bool], None]
     ) -> None:
         self._rank = rank
         self._env = env
@@ -223,7 +228,7 @@ class _Member:
         code = self._process.wait()
         self._ended.set()
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
-        self._on_end(self._rank, f"{how}; its log is {self._log}")
+        self._on_end(self._rank, f"{how}; its log is {self._log}", code < 0)
 
     @property
     def _input(self) -> IO[bytes]:

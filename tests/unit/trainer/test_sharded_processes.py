@@ -6,6 +6,7 @@ import os
 import selectors
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ from activities.storage import layout
 from activities.storage.store import Store
 from configs.load import resolve_document
 from models.ids import RunRef
+from models.ports import RankEvent
 from models.rollout import CollectionCounts, RolloutCollection
 from workers.actors.order import ActorOrder
 from workers.trainers.weights import export_bases
@@ -106,6 +108,10 @@ class Leader:
         assert line, self.log.read_text()
         return dict(json.loads(line))
 
+    def rank_events(self) -> list[RankEvent]:
+        rows, _ = self.store.read_jsonl(layout.TRAINER_RANKS)
+        return [RankEvent.model_validate(row) for row in rows]
+
     def end(self) -> None:
         for process in (self.process, *self.ranks):
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -161,6 +167,9 @@ def test_two_processes_train_export_and_end(lead):
     assert leader.optimize(3)["policy_version"] == 4
     assert leader.call(call="close") == {"closed": True}
     assert gone(leader.ranks)
+    (began,) = leader.rank_events()  # an end that was asked for is no loss
+    assert (began.incarnation, began.rank, began.pid) == (0, 1, leader.ranks[0].pid)
+    assert (began.host, began.ended) == (socket.gethostname(), "")
 
 
 def test_a_killed_rank_ends_the_trainer(lead):
@@ -169,6 +178,9 @@ def test_a_killed_rank_ends_the_trainer(lead):
     leader.ranks[0].kill()
     assert leader.process.wait(GONE_S) == 1
     assert gone(leader.ranks)
+    _, ended = leader.rank_events()
+    assert (ended.incarnation, ended.rank) == (0, 1)
+    assert ended.ended.startswith("rank 1 of 2 of the trainer was ended by SIGKILL; its log is ")
 
 
 def test_a_rank_that_is_killed_at_work_is_named_before_the_trainer_ends(lead):

@@ -83,6 +83,8 @@ def test_ranks_that_do_not_meet_are_ended(make_actor, monkeypatch):
     closed = []
 
     class Others:
+        pids = ()
+
         def close(self) -> None:
             closed.append(True)
 
