@@ -300,6 +300,8 @@ async def revoke(request: RevokeRequest, site: Site | None) -> None:
 async def _revoke_fleet(site: Site, request: RevokeRequest) -> None:
     try:
         await site.fleet.revoke(request.run, request.epoch)
+        if request.completed:
+            await site.fleet.publish_caches(request.run)
     finally:
         # A component that cannot be told is ended all the same.
         if request.teardown:

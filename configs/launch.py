@@ -36,7 +36,11 @@ class LaunchSection(Section):
     heartbeat_timeout_s: float = Field(default=4.0, ge=1)
     """A worker silent for this long is taken for dead and its activity goes to another."""
     startup_timeout_s: float = Field(default=600.0, gt=0)
-    """Deadline for model preparation and actor start."""
+    """Deadline for model preparation and actor start, without download_timeout_s."""
+    download_timeout_s: float = Field(default=1800.0, gt=0)
+    """Longest time for the files of a component between a bucket and its host: the prepared model,
+    a checkpoint, a snapshot. On top of startup_timeout_s and inference.start_timeout_s; a local
+    output.root needs none of it."""
     timeout_s: float | None = Field(default=None, gt=0)
     """Hard limit of the whole run in seconds, from its start, continued histories and rebuilds
     included: Temporal ends it then, where it is. Leave room above core.max_run_seconds. The same

@@ -202,6 +202,8 @@ class RevokeRequest(Frozen):
     run: RunRef
     epoch: int
     teardown: bool = True
+    completed: bool = False
+    """Whether the run reached its end: then what its processes compiled is published first."""
 
 
 class PrepareRequest(Frozen):

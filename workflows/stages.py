@@ -242,7 +242,12 @@ class RunStages:
         if failure is not None:
             self.note_error(failure)
         self.set(state=state, stage="revoke", finished_unix=workflow.now().timestamp())
-        request = RevokeRequest(run=self._run, epoch=self.progress.epoch, teardown=True)
+        request = RevokeRequest(
+            run=self._run,
+            epoch=self.progress.epoch,
+            teardown=True,
+            completed=state is RunState.COMPLETE,
+        )
         try:
             await self._calls.run(options.REVOKE, request, self._plan)
         except FailureError as error:

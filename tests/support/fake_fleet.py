@@ -130,6 +130,7 @@ class FakeFleet:
         self.engine_list: list[FakeEngine] = []
         self.deaths: list[asyncio.Queue[str]] = []
         self.torn_down = False
+        self.caches_published = 0
         self.fleet_seconds = 0.0
         self.revoked = -1
         self._trainer: FakeTrainer | None = None
@@ -286,6 +287,9 @@ class FakeFleet:
             self._trainer.guard.revoke(epoch)
         if self._producer is not None:
             self._producer.guard.revoke(epoch)
+
+    async def publish_caches(self, run: RunRef) -> None:
+        self.caches_published += 1
 
     async def teardown(self, run: RunRef) -> None:
         self.script.log.append("teardown")

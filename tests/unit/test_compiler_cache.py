@@ -2,11 +2,13 @@
 
 import json
 import os
+import queue
 import subprocess
 import sys
 import tarfile
 import threading
 import time
+from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -14,14 +16,16 @@ from typing import Any
 import pytest
 
 from activities.storage.store import Store
-from models.errors import ConfigurationError
+from models.errors import ConfigurationError, ServiceUnreachable
 from models.ids import RunRef
 from workers.actors.order import ActorOrder
 from workers.actors.trainer import TrainerActor
 from workers.compiler_cache import __main__ as process
+from workers.compiler_cache import place as place_module
+from workers.compiler_cache import transfer
 from workers.compiler_cache.archive import DamagedArchive, shared_files, unpack
-from workers.compiler_cache.place import publish, restore
-from workers.compiler_cache.transfer import CompilerCache, cache_variables, compiler_cache
+from workers.compiler_cache.place import SETTLED_S, Limits, publish, restore
+from workers.compiler_cache.transfer import CompilerCache, Terms, cache_variables, compiler_cache
 
 LIMIT = 1 << 20
 KIND = "trainer-cpu"
@@ -39,13 +43,27 @@ def names(folder: Path) -> set[str]:
     return {str(path) for path in shared_files(folder)}
 
 
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.01)
+
+
 @pytest.fixture
 def place(tmp_path: Path) -> Store:
     return Store(tmp_path / "shared")
 
 
-def put(place: Store, folder: Path, scratch: Path, max_bytes: int = LIMIT) -> dict[str, Any]:
-    return publish(place, KIND, folder, scratch, max_bytes)
+def put(
+    place: Store,
+    folder: Path,
+    scratch: Path,
+    max_bytes: int = LIMIT,
+    kind: str = KIND,
+    total: int = LIMIT,
+) -> dict[str, Any]:
+    return publish(place, kind, folder, scratch, Limits(max_bytes, total))
 
 
 def test_what_one_run_compiled_the_next_one_finds(place: Store, tmp_path: Path) -> None:
@@ -167,6 +185,7 @@ def test_a_full_disk_is_told_and_nothing_else(place: Store, tmp_path: Path) -> N
     put(place, kernels(tmp_path / "a", x="x" * 100_000), tmp_path)
     command = [sys.executable, "-m", "workers.compiler_cache", "restore", "--place", place.root]
     command += ["--kind", KIND, "--folder", str(tmp_path / "b" / "cache"), "--max-bytes", "9"]
+    command += ["--max-total-bytes", "9"]
     # No file above 8 KiB: what a full disk looks like to a writer.
     done = subprocess.run(
         ["bash", "-c", 'ulimit -f 8; trap "" XFSZ; exec "$@"', "x", *command],
@@ -180,7 +199,7 @@ def test_a_full_disk_is_told_and_nothing_else(place: Store, tmp_path: Path) -> N
 
 def test_storage_that_hangs_costs_the_bound_and_no_more(tmp_path: Path) -> None:
     place = tmp_path / "shared"
-    cache = CompilerCache(str(place), tmp_path / "scratch" / "cache", 1, "trainer-cpu")
+    cache = CompilerCache(str(place), tmp_path / "scratch" / "cache", "trainer-cpu")
     (place / cache._kind).mkdir(parents=True)
     os.mkfifo(place / cache._kind / "CURRENT.json")  # whoever opens it waits for a writer
 
@@ -192,24 +211,84 @@ def test_storage_that_hangs_costs_the_bound_and_no_more(tmp_path: Path) -> None:
     assert result["reason"] == "no end within 2 s"
 
 
-def test_an_actor_publishes_once_and_the_next_one_restores(tmp_path: Path) -> None:
-    place, told, done = str(tmp_path / "shared"), [], threading.Event()
-
-    def tell(result: dict[str, Any]) -> None:
-        told.append(result)
-        done.set()
-
-    first = CompilerCache(place, tmp_path / "s1" / "cache", 1, "trainer-cpu")
+def test_a_cache_is_published_once_an_interval_and_the_next_actor_restores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    place, told = str(tmp_path / "shared"), queue.Queue[dict[str, Any]]()
+    monkeypatch.setattr(transfer.time, "monotonic", lambda: now[0])
+    first = CompilerCache(place, tmp_path / "s1" / "cache", "trainer-cpu", Terms(interval_s=600))
     assert first.restore()["outcome"] == "miss"
     kernels(tmp_path / "s1" / "cache", k="one")
-    first.publish_soon(tell)
-    first.publish_soon(tell)
-    assert done.wait(30)
 
-    second = CompilerCache(place, tmp_path / "s2" / "cache", 1, "trainer-cpu")
+    now[0] = 1599.0
+    first.publish_if_due(told.put)  # the interval is not over
+    now[0] = 1600.0
+    first.publish_if_due(told.put)
+    first.publish_if_due(told.put)  # it has begun again
+    assert told.get(timeout=30)["outcome"] == "published"
+    now[0] = 2200.0
+    first.publish_if_due(told.put)
+    assert told.get(timeout=30)["outcome"] == "unchanged"
+    assert told.empty()
+
+    second = CompilerCache(place, tmp_path / "s2" / "cache", "trainer-cpu")
     assert second.restore()["outcome"] == "hit"
     assert (tmp_path / "s2" / "cache" / "triton" / "k" / "kernel.cubin").read_text() == "one"
-    assert [result["outcome"] for result in told] == ["published"]
+
+
+def test_a_server_publishes_regularly_while_its_process_lives(tmp_path: Path) -> None:
+    place, folder = tmp_path / "shared", kernels(tmp_path / "s" / "cache", k="one")
+    cache = CompilerCache(str(place), folder, "engine-cpu", Terms(interval_s=0.2))
+    current, over = place / cache._kind / "CURRENT.json", threading.Event()
+    cache.publish_regularly(over)
+    wait_for(current.exists)
+    kernels(folder, l="two")
+    wait_for(lambda: "triton/l/kernel.cubin" in current.read_text())
+    over.set()
+
+
+def test_a_publication_waits_for_the_one_before_it_and_no_longer_than_it_may(
+    tmp_path: Path,
+) -> None:
+    place = tmp_path / "shared"
+    folder = kernels(tmp_path / "scratch" / "cache", k="one")
+    cache = CompilerCache(str(place), folder, "trainer-cpu")
+    (place / cache._kind).mkdir(parents=True)
+    os.mkfifo(place / cache._kind / "CURRENT.json")
+    before = threading.Thread(target=cache.publish, args=(3.0,))
+    before.start()
+    wait_for(cache._publishing.locked)
+
+    result = cache.publish(timeout_s=0.5)
+
+    assert (result["outcome"], result["seconds"]) == ("failed", 0.5)
+    assert "one before it" in result["reason"]
+    before.join(30)
+    assert not before.is_alive()
+
+
+def test_archives_of_all_kinds_together_stay_below_the_limit(
+    place: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oldest go, with the pointer to them; those of the last hour and the newest stay."""
+    hours = [0]
+    monkeypatch.setattr(
+        place_module.time, "time_ns", lambda: 10**18 + int(hours[0] * (SETTLED_S + 1) * 1e9)
+    )
+    for name in ("old", "older"):
+        hours[0] += 1
+        put(place, kernels(tmp_path / name, x=name), tmp_path, kind=name)
+    hours[0] += 1
+    size = place.size(f"old/{place.list('old')[0]}")
+    put(place, kernels(tmp_path / "x", x="new"), tmp_path, kind="new", total=2 * size + 100)
+
+    assert place.list("old") == []
+    assert [len(place.list(kind)) for kind in ("older", "new")] == [2, 2]
+    put(place, kernels(tmp_path / "y", y="newer"), tmp_path, kind="newer", total=1)
+    assert place.list("older") == []
+    assert [len(place.list(kind)) for kind in ("new", "newer")] == [2, 2]  # not an hour old
+    assert restore(place, "old", tmp_path / "again", tmp_path)["outcome"] == "miss"
 
 
 def test_it_is_off_unless_a_place_is_named(tmp_path: Path) -> None:
@@ -220,11 +299,13 @@ def test_it_is_off_unless_a_place_is_named(tmp_path: Path) -> None:
     variables = cache_variables("trainer", tmp_path, told)
     assert variables["TRITON_CACHE_DIR"] == str(tmp_path / "compiler-trainer" / "triton")
     assert compiler_cache("trainer", told | variables) is not None
-    with pytest.raises(ConfigurationError, match="LIMIT_MIB"):
-        compiler_cache("trainer", told | variables | {"PERDURE_COMPILER_CACHE_LIMIT_MIB": "0"})
+    for name in ("LIMIT_MIB", "TOTAL_MIB", "INTERVAL_S"):
+        wrong = {f"PERDURE_COMPILER_CACHE_{name}": "0"}
+        with pytest.raises(ConfigurationError, match=f"{name}='0' is no whole number of"):
+            compiler_cache("trainer", told | variables | wrong)
 
 
-def test_a_trainer_restores_before_it_loads_and_publishes_after_an_update(
+def test_a_trainer_restores_before_it_loads_and_publishes_after_finished_updates_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, work = Store(tmp_path / "root"), []
@@ -234,13 +315,15 @@ def test_a_trainer_restores_before_it_loads_and_publishes_after_an_update(
             work.append("restore")
             return {"work": "restore", "outcome": "miss"}
 
-        def publish_soon(self, told: Any) -> None:
+        def publish_if_due(self, told: Any) -> None:
             work.append("publish")
             told({"work": "publish", "outcome": "published"})
 
     class Guarded:
-        def optimize(self, *_: Any) -> str:
+        def optimize(self, _token: Any, update: int, _collection: Any) -> str:
             work.append("optimize")
+            if update:
+                raise ServiceUnreachable("the root is away")
             return "report"
 
     actor = TrainerActor.__new__(TrainerActor)
@@ -253,7 +336,9 @@ def test_a_trainer_restores_before_it_loads_and_publishes_after_an_update(
     actor.start(1, None, None)
     actor.start(1, None, None)
     actor.optimize(None, 0, None)  # type: ignore[arg-type]
+    with pytest.raises(ServiceUnreachable):
+        actor.optimize(None, 1, None)  # type: ignore[arg-type]
 
-    assert work == ["restore", "set up", "optimize", "publish"]
+    assert work == ["restore", "set up", "optimize", "publish", "optimize"]
     rows = store.read_jsonl("checkpoints/compiler_cache.jsonl").rows
     assert [row["work"] for row in rows] == ["restore", "publish"]

@@ -103,6 +103,7 @@ async def test_a_full_disk_ends_the_run_and_the_same_command_goes_on(stage: Any,
     failure = await stage.failure(await stage.start())
     assert failure.type == "StorageFull"
     assert stage.fleet.log[-2:] == ["revoke 1", "teardown"]
+    assert stage.fleet.caches_published == 0
     state = json.loads((stage.root / layout.WORKFLOW_JSON).read_text())
     assert (state["status"], state["error"]) == ("failed", "StorageFull: no space left to write x")
     outcome = await stage.run()

@@ -253,6 +253,7 @@ async def test_revoked_before_torn_down_before_recorded(stage: Any) -> None:
     await stage.run()
     assert calls(stage, "revoke", "teardown") == ["revoke 1", "teardown"]
     assert seen == ["training"]
+    assert stage.fleet.caches_published == 1
     assert stage.store.exists("lease/revoked-00000001.json")
 
 

@@ -22,15 +22,13 @@ class EngineActor(ServerActor):
         """See ``server_command``."""
         return server_command(self._order, self._spec)
 
-    def fetch(self) -> None:
-        """The prepared model."""
-        local_folder(store_of(self._order.run), layout.PREPARED_MODEL)
-
 
 def server_command(
     order: ActorOrder, spec: RunSpec, model: Path | None = None, version: int | None = None
 ) -> ServerCommand:
-    """Command line and environment of the engine back end that ``spec`` names.
+    """Command line and environment of the engine back end that ``spec`` names. Blocks.
+
+    The model comes to this host first.
 
     Args:
         order: what the engine is made for.

@@ -61,10 +61,6 @@ class EvaluatorActor(ServerActor):
         folder = local_folder(self._store, snapshot.folder)
         return server_command(self._order, engine_spec(self._spec), folder, snapshot.policy_version)
 
-    def fetch(self) -> None:
-        """The snapshot."""
-        local_folder(self._store, self._job.snapshot.folder)
-
     async def evaluate(self) -> EvaluationReport:
         """See ``EvaluatorPort.evaluate``; ends by itself at the order's deadline."""
         limit_s = self._job.timeout_s * self._order.timeout_factor

@@ -1,17 +1,20 @@
 """An actor that owns one server process: starts it as its child and watches it."""
 
 import asyncio
+import socket
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from activities.site import spec_of, store_of
 from configs.run import RunSpec
 from models.errors import EngineLost
 from workers.actors.listening import listen_host
 from workers.actors.order import ActorFacts, ActorOrder, describe, environment, inherited
+from workers.compiler_cache.transfer import compiler_cache
 from workers.engines.process import ServerCommand, ServerExit, ServerProcess
 
 LOGS = "logs"
@@ -26,21 +29,19 @@ class ServerActor(ABC):
         self._spec = spec_of(order.run)
         self._server: ServerProcess | None = None
         self._starting: asyncio.Task[ServerProcess] | None = None
+        self._command: ServerCommand | None = None
 
     @abstractmethod
     def command(self) -> ServerCommand:
-        """What to run."""
-
-    def fetch(self) -> None:
-        """Bring what the server reads to this host. Blocks; by default there is nothing."""
-        return
+        """What to run, after what it reads has come to this host. Blocks."""
 
     async def start(self) -> ActorFacts:
         """Start the server and return when it serves. A repeated call joins the first.
 
         Raises:
             ConfigurationError: it refuses the model or its options.
-            EngineLost: it ended or was not ready in time; the message holds its last log lines.
+            EngineLost: what it reads did not come in time, it ended, or it was not ready in time;
+                the message holds its last log lines.
         """
         if self._starting is None:
             self._starting = asyncio.create_task(self._begin())
@@ -48,9 +49,24 @@ class ServerActor(ABC):
         return await self.facts()
 
     async def _begin(self) -> ServerProcess:
-        timeout_s = self._spec.inference.start_timeout_s * self._order.timeout_factor
-        await asyncio.to_thread(self.fetch)
-        return await ServerProcess.start(self.command(), timeout_s)
+        factor = self._order.timeout_factor
+        limit_s = factor * self._spec.launch.download_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                self._command = await asyncio.to_thread(self.command)
+        except TimeoutError as error:
+            raise EngineLost(
+                f"{self._order.name}: what it serves did not come to {socket.gethostname()} within "
+                f"{limit_s:g} s (launch.download_timeout_s)"
+            ) from error
+        timeout_s = factor * self._spec.inference.start_timeout_s
+        return await ServerProcess.start(self._command, timeout_s)
+
+    async def publish_cache(self) -> dict[str, Any] | None:
+        """Publish what the server compiled; what became of it, or none without a cache."""
+        told = {} if self._command is None else self._command.env
+        cache = compiler_cache(self._order.role, told)
+        return None if cache is None else await asyncio.to_thread(cache.publish)
 
     async def wait_exit(self) -> ServerExit:
         """Return when the server has ended."""

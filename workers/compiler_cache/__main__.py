@@ -19,7 +19,7 @@ from typing import Any
 from activities.storage.store import Store
 from models.errors import PerdureError
 from workers.compiler_cache.archive import DamagedArchive
-from workers.compiler_cache.place import publish, restore
+from workers.compiler_cache.place import Limits, publish, restore
 
 PUBLISHERS = 2
 
@@ -31,7 +31,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--place", required=True)
     parser.add_argument("--kind", required=True)
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--max-bytes", type=int, required=True)
+    parser.add_argument("--max-bytes", type=int, required=True, help="of one archive")
+    parser.add_argument("--max-total-bytes", type=int, required=True, help="of all archives")
     told = parser.parse_args(arguments)
     started = time.monotonic()
     try:
@@ -51,7 +52,8 @@ def _done(told: argparse.Namespace) -> dict[str, Any]:
         with _slot() as free:
             if not free:
                 return {"outcome": "busy"}
-            return publish(Store(told.place), told.kind, told.folder, Path(scratch), told.max_bytes)
+            limits = Limits(told.max_bytes, told.max_total_bytes)
+            return publish(Store(told.place), told.kind, told.folder, Path(scratch), limits)
 
 
 @contextlib.contextmanager

@@ -128,6 +128,7 @@ class Engines:
         spec = await self._fleet.spec()
         actor = await self._fleet.create("engine", rank, EngineActor, options, gpus=gpus)
         timeout_s = self._fleet.scaled(spec.inference.start_timeout_s) + START_MARGIN_S
+        timeout_s += await self._fleet.download_timeout_s()
         facts: ActorFacts = await actor.call("start", timeout_s=timeout_s)
         await self._fleet.remember(facts.status)
         _log.info("engine started", engine=actor.name, url=facts.status.url)

@@ -14,6 +14,7 @@ from models.ids import FenceToken, RunRef
 from models.ports import ActorStatus, EngineHandle, RouterHandle
 from models.run import PrepareReport, PrepareRequest
 from workers.fleet import ending
+from workers.fleet.caches import publish_caches
 from workers.fleet.cluster import RayCluster
 from workers.fleet.deaths import Deaths
 from workers.fleet.engines import Engines, together
@@ -125,6 +126,12 @@ class RayFleet:
     async def revoke(self, run: RunRef, epoch: int) -> None:
         """See ``FleetPort.revoke``."""
         await ending.revoke(self._run(run).fleet, epoch)
+
+    async def publish_caches(self, run: RunRef) -> None:
+        """See ``FleetPort.publish_caches``."""
+        fleet = self._run(run).fleet
+        async with fleet.lock:
+            await publish_caches(fleet)
 
     async def teardown(self, run: RunRef) -> None:
         """See ``FleetPort.teardown``."""

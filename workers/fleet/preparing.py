@@ -94,7 +94,7 @@ async def _prepared(fleet: RunFleet) -> PreparedRun:
             f"preparation of {fleet.run.run_id}",
             ActorLost,
             "prepare()",
-            await fleet.startup_timeout_s(),
+            await fleet.startup_timeout_s() + await fleet.download_timeout_s(),
         )
         return report
     finally:
@@ -205,7 +205,9 @@ async def _start_trainer(fleet: RunFleet, token: FenceToken, plan: _TrainerPlan)
     groups = {"concurrency_groups": CONCURRENCY_GROUPS}
     actor = await fleet.create("trainer", 0, TrainerActor, options, groups)
     facts: ActorFacts = await actor.call(
-        "start", token.epoch, plan.folder, plan.clock, timeout_s=timeout_s
+        "start",
+        *(token.epoch, plan.folder, plan.clock),
+        timeout_s=timeout_s + await fleet.download_timeout_s(),
     )
     await fleet.remember(facts.status)
     _log.info("trainer started", run=fleet.run.run_id, next_update=facts.next_update)
@@ -216,9 +218,8 @@ async def _start_producer(
     fleet: RunFleet, token: FenceToken, prepared: PreparedRun, state: DataState
 ) -> None:
     actor = await fleet.create("producer", 0, ProducerActor, {"num_cpus": PRODUCER_CPUS})
-    facts: ActorFacts = await actor.call(
-        "start", token.epoch, prepared, state, timeout_s=await fleet.startup_timeout_s()
-    )
+    timeout_s = await fleet.startup_timeout_s() + await fleet.download_timeout_s()
+    facts: ActorFacts = await actor.call("start", token.epoch, prepared, state, timeout_s=timeout_s)
     await fleet.remember(facts.status)
     _log.info("producer started", run=fleet.run.run_id, pending=len(state.pending))
 

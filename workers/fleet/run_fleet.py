@@ -59,6 +59,12 @@ class RunFleet:
         """Deadline for placing and starting one component, in seconds."""
         return self.scaled((await self.spec()).launch.startup_timeout_s)
 
+    async def download_timeout_s(self) -> float:
+        """What the start of a component may take besides, for files of a root in a bucket."""
+        if self.store.is_local:
+            return 0.0
+        return self.scaled((await self.spec()).launch.download_timeout_s)
+
     def scaled(self, timeout_s: float) -> float:
         """A deadline on this cluster, in seconds."""
         return timeout_s * infra_timeout_multiplier()

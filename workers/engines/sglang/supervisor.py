@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import socket
+import threading
 from collections.abc import Coroutine, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,7 @@ class Supervisor:
     def __init__(self, options: Options) -> None:
         self._options = options
         self._stopped = asyncio.Event()
+        self._over = threading.Event()
         self._cache = compiler_cache("engine", os.environ)
 
     async def run(self) -> int:
@@ -75,6 +77,7 @@ class Supervisor:
             try:
                 return await self._attend(child, port)
             finally:
+                self._over.set()
                 await self._end(child)
 
     def _command(self, port: int) -> list[str]:
@@ -99,7 +102,7 @@ class Supervisor:
             write_ready_file(self._options.ready_file, self._options.host, port)
         logger.info("serving on %s port %d", self._options.host, port)
         if self._cache is not None:
-            self._cache.publish_soon()  # what it compiled to get here
+            self._cache.publish_regularly(self._over)
         ended = await self._unless_over(child, until_one_ends(titles))
         return 0 if ended == 0 else FAILED_STATUS
 
