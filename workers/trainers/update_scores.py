@@ -147,9 +147,7 @@ class UpdateScores:
         if self._checks:
             self._to_check = scores
             return
-        with agreed(judge.ranks):
-            scored = tokens.covered_by(self._micros)
-            tokens.refuse_non_finite(scores, scored, "the scoring pass's log-prob")
+        self._refuse_non_finite(scores, "the scoring pass's log-prob")
         tokens.old = torch.where(tokens.active, scores, tokens.old)
         timing = {
             "rollout_id": self._rollout_id,
@@ -165,9 +163,7 @@ class UpdateScores:
         if judge.reference is None:
             return
         score_into(tokens.reference, judge.reference, self._micros)
-        with agreed(judge.ranks):
-            scored = tokens.covered_by(self._micros)
-            tokens.refuse_non_finite(tokens.reference, scored, "the reference's log-prob")
+        self._refuse_non_finite(tokens.reference, "the reference's log-prob")
 
     def compare(self) -> dict[str, float]:
         """Checks and events on the whole collection's scores, before the first weight changes.
@@ -182,9 +178,7 @@ class UpdateScores:
         """
         judge, tokens, rollout_id = self._judge, self._tokens, self._rollout_id
         if self._to_check is not None:
-            with agreed(judge.ranks):
-                scored = tokens.covered_by(self._micros)
-                tokens.refuse_non_finite(self._to_check, scored, "the scoring pass's log-prob")
+            self._refuse_non_finite(self._to_check, "the scoring pass's log-prob")
             check = scoring_check(
                 self._to_check,
                 tokens.old,
@@ -209,6 +203,12 @@ class UpdateScores:
             self._policy_version,
         )
         return metrics | score_metrics(profile)
+
+    def _refuse_non_finite(self, logprobs: Tensor, what: str) -> None:
+        """Raise on every rank when an active token of the update has no finite log-prob."""
+        with agreed(self._judge.ranks):
+            scored = self._tokens.covered_by(self._micros)
+            self._tokens.refuse_non_finite(logprobs, scored, what)
 
 
 def record_refresh(

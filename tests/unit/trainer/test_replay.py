@@ -119,7 +119,7 @@ def test_an_update_reports_load_and_replay_of_every_step(make_spec, make_groups,
     replays = events(spec, "replay_routes")
     assert [row["phase"] for row in replays] == ["scoring", "training", "training"]
     assert all(row["mismatches"] == 0 for row in replays)
-    # the second step's samples are scored, those of the first for the check
+    # one pass scores the samples of both steps
     assert replays[0]["tokens"] == sum(step["normalization"]["model_tokens"] for step in steps)
     for row, step, pack in zip(replays[1:], steps, packs, strict=True):
         counts = step["normalization"]
@@ -128,6 +128,21 @@ def test_an_update_reports_load_and_replay_of_every_step(make_spec, make_groups,
         assert (row["synthetic_tail_tokens"], row["samples"]) == (4, 4)
         layer = dict.fromkeys(("entered", "returned", "grad_enabled"), pack["packs"])
         assert row["layers"] == dict.fromkeys(names, layer)
+
+
+def test_the_reference_goes_by_its_own_routers(make_spec, make_groups, mixture_dir):
+    """At version 0 it is the policy: they differ where replay sends tokens to other experts."""
+    found = {}
+    for own in (True, False):
+        groups = routed(make_groups(), mixture_dir)
+        for sample in [] if own else [s for group in groups for s in group.samples]:
+            routes = np.frombuffer(sample.routed_experts, "<i4")
+            sample.routed_experts = ((routes + 1) % 5).astype("<i4").tobytes()
+        spec = make_spec(training={**REPLAY, "kl_loss_coef": 0.1, "kl_loss_type": "k2"})
+        metrics = LocalTrainer(spec, mixture_dir).optimize(0, "a", groups).metrics
+        found[own] = metrics["train/kl_loss"]
+    assert found[True] == pytest.approx(0.0, abs=1e-9)
+    assert found[False] > 1e-6
 
 
 def test_dense_updates_have_no_router_events(make_spec, make_groups, model_dir):
