@@ -7,49 +7,42 @@ for a host, proves every digest, and keeps it in a cache by the digest of that l
     <cache>/folders/<digest>         the files
     <cache>/folders/<digest>.proved  their sizes and times when their digests were proved
     <cache>/folders/<digest>.lock    held shared by every process that may read them
-    <cache>/transfer/<unique>        what is on its way to or from the store
 
-Locks are the kernel's, so a killed process leaves none. ``PERDURE_CACHE_DIR`` names the cache,
-``PERDURE_CACHE_GIB`` its limit: folders that nobody holds go first that were used longest ago.
+The rest of the cache is ``host_cache``'s.
 """
 
 import hashlib
 import os
 import shutil
-import tempfile
 import threading
 import time
-import uuid
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
 from pathlib import Path
 
 import orjson
 import structlog
 from pydantic import ValidationError
 
-from activities.storage.atomic import storage_errors, sync_file, write_file
+from activities.storage.atomic import sync_file, write_file
+from activities.storage.host_cache import (
+    keep,
+    kept_folders,
+    lock_of,
+    proof_of,
+    room_errors,
+    transfer_folder,
+)
 from activities.storage.host_lock import HostLock, Mode
 from activities.storage.store import Store
 from models.base import Carried
 from models.checkpoint import CheckpointFile
-from models.errors import (
-    ConfigurationError,
-    ContractViolation,
-    DigestMismatch,
-    ServiceUnreachable,
-    StorageFull,
-)
+from models.errors import ContractViolation, DigestMismatch
 
 FILES = ".files.json"
 """Written last: the files of a folder on an object store, with their digests."""
-CACHE_DIR = "PERDURE_CACHE_DIR"
-CACHE_GIB = "PERDURE_CACHE_GIB"
-DEFAULT_GIB = 500.0
 DOWNLOAD_S = 7200.0
 """Longest wait for another process of this host that downloads the same folder."""
 
-_OWN_LOCK_S = 10.0
 _HELD: dict[Path, HostLock] = {}
 """Of this process, until it ends: it may read these folders at any time."""
 _HOLDING = threading.Lock()
@@ -96,14 +89,14 @@ def local_folder(store: Store, rel: str) -> Path:
         listed = FolderFiles.model_validate_json(encoded)
     except ValidationError as error:
         raise ContractViolation(f"{store.root}/{rel}/{FILES} is no list of files") from error
-    entry = _cache() / "folders" / hashlib.sha256(encoded).hexdigest()[:32]
-    with _HOLDING:
+    with _HOLDING, room_errors(sum(file.num_bytes for file in listed.files)):
+        entry = kept_folders() / hashlib.sha256(encoded).hexdigest()[:32]
         if entry in _HELD and _is_proved(entry):
             return entry
         if entry in _HELD:
             _HELD.pop(entry).give_up()
         _HELD[entry] = _obtained(store, rel, listed.files, entry)
-    return entry
+        return entry
 
 
 def download(store: Store, rel: str, files: Iterable[CheckpointFile], folder: Path) -> None:
@@ -126,27 +119,9 @@ def download(store: Store, rel: str, files: Iterable[CheckpointFile], folder: Pa
             raise DigestMismatch(f"{where}: recorded SHA-256 {file.sha256}, found {found}")
 
 
-@contextmanager
-def transfer_folder() -> Iterator[Path]:
-    """A private folder in the cache; gone afterwards. What killed processes left goes first."""
-    base = _cache() / "transfer"
-    with storage_errors(str(base)):
-        base.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _remove_abandoned(base)
-        folder = base / uuid.uuid4().hex
-        with HostLock(base / f"{folder.name}.lock").held(Mode.ALONE, _OWN_LOCK_S):
-            folder.mkdir()
-            try:
-                yield folder
-            finally:
-                shutil.rmtree(folder, ignore_errors=True)
-                (base / f"{folder.name}.lock").unlink(missing_ok=True)
-
-
 def _obtained(store: Store, rel: str, files: tuple[CheckpointFile, ...], entry: Path) -> HostLock:
     """The shared lock on ``entry``, which is there and proved."""
-    entry.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    lock = HostLock(entry.parent / f"{entry.name}.lock")
+    lock = HostLock(lock_of(entry))
     deadline = time.monotonic() + DOWNLOAD_S
     while True:
         lock.take(Mode.SHARED, deadline - time.monotonic())
@@ -164,99 +139,30 @@ def _fill(store: Store, rel: str, files: tuple[CheckpointFile, ...], entry: Path
     started = time.monotonic()
     num_bytes = sum(file.num_bytes for file in files)
     shutil.rmtree(entry, ignore_errors=True)
-    with storage_errors(str(entry)), transfer_folder() as folder:
-        _make_room(entry.parent, num_bytes)
+    with transfer_folder(num_bytes) as folder:
         download(store, rel, files, folder)
         stats = {}
         for file in files:
             sync_file(folder / file.path)
             stats[file.path] = _stat(folder / file.path)
-        folder.rename(entry)
-        write_file(_proof_of(entry), orjson.dumps(stats))
+        keep(folder, entry)
+        write_file(proof_of(entry), orjson.dumps(stats))
     seconds = round(time.monotonic() - started, 1)
     _log.info("folder downloaded", source=f"{store.root}/{rel}", bytes=num_bytes, seconds=seconds)
-
-
-def _make_room(folders: Path, num_bytes: int) -> None:
-    """Remove folders that nobody holds until ``num_bytes`` fit below the limit and on the disk."""
-    limit = _limit_bytes()
-    locks = sorted(folders.glob("*.lock"), key=lambda path: path.stat().st_mtime)
-    entries = [path.with_suffix("") for path in locks if path.with_suffix("").is_dir()]
-    sizes = {entry: _num_bytes(entry) for entry in entries}
-    for entry in entries:
-        if not _lacks_room(folders, sizes, num_bytes, limit):
-            return
-        with suppress(ServiceUnreachable), HostLock(_lock_of(entry)).held(Mode.ALONE, 0.0):
-            shutil.rmtree(entry, ignore_errors=True)
-            sizes[entry] = 0
-            _log.info("folder left the cache", folder=str(entry))
-    if _lacks_room(folders, sizes, num_bytes, limit):
-        raise StorageFull(
-            f"{folders}: {num_bytes >> 20} MiB do not fit: {sum(sizes.values()) >> 20} MiB are in "
-            f"use of {limit >> 20} MiB ({CACHE_GIB}), {shutil.disk_usage(folders).free >> 20} MiB "
-            f"are free; raise the limit, free space, or name another folder in {CACHE_DIR}"
-        )
-
-
-def _lacks_room(folders: Path, sizes: dict[Path, int], num_bytes: int, limit: int) -> bool:
-    free = shutil.disk_usage(folders).free
-    return sum(sizes.values()) + num_bytes > limit or num_bytes > free
-
-
-def _remove_abandoned(base: Path) -> None:
-    for lock in base.glob("*.lock"):
-        with suppress(ServiceUnreachable), HostLock(lock).held(Mode.ALONE, 0.0):
-            shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
-            lock.unlink(missing_ok=True)
 
 
 def _is_proved(entry: Path) -> bool:
     """Whether the files are those that were proved, by size and time of change."""
     try:
-        proved: dict[str, list[int]] = orjson.loads(_proof_of(entry).read_bytes())
+        proved: dict[str, list[int]] = orjson.loads(proof_of(entry).read_bytes())
         return all(_stat(entry / name) == stat for name, stat in proved.items())
     except (OSError, orjson.JSONDecodeError):
         return False
 
 
-def _cache() -> Path:
-    default = Path(tempfile.gettempdir()) / f"perdure-cache-{os.getuid()}"
-    cache = Path(os.environ.get(CACHE_DIR) or default)
-    with storage_errors(str(cache)):
-        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if cache.stat().st_uid != os.getuid():
-        raise ConfigurationError(
-            f"{cache} belongs to another user; name a folder of your own in {CACHE_DIR}"
-        )
-    return cache
-
-
-def _limit_bytes() -> int:
-    text = os.environ.get(CACHE_GIB) or str(DEFAULT_GIB)
-    try:
-        gibibytes = float(text)
-    except ValueError:
-        gibibytes = 0.0
-    if not 0 < gibibytes < float("inf"):
-        raise ConfigurationError(f"{CACHE_GIB} is {text!r}; set it to a number of GiB, as in 200")
-    return int(gibibytes * (1 << 30))
-
-
-def _lock_of(entry: Path) -> Path:
-    return entry.parent / f"{entry.name}.lock"
-
-
-def _proof_of(entry: Path) -> Path:
-    return entry.parent / f"{entry.name}.proved"
-
-
 def _stat(path: Path) -> list[int]:
     stat = path.stat()
     return [stat.st_size, stat.st_mtime_ns]
-
-
-def _num_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _sha256(path: Path) -> str:

@@ -15,7 +15,7 @@ from temporalio.client import WorkflowExecutionStatus
 
 from activities.storage import layout
 from activities.storage.commit import newest_checkpoint, verify_checkpoint
-from activities.storage.local_copy import CACHE_DIR
+from activities.storage.host_cache import CACHE_DIR
 from activities.storage.store import Store
 
 pytest.importorskip("s3fs", reason="the extra s3 is not installed")

@@ -1,5 +1,6 @@
 """Folders of an object store on a host: once, proved, bounded, and safe among processes."""
 
+import errno
 import multiprocessing
 import os
 import signal
@@ -10,17 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from activities.storage import local_copy
-from activities.storage.host_lock import HostLock, Mode
-from activities.storage.local_copy import (
+from activities.storage import host_cache, local_copy
+from activities.storage.host_cache import (
     CACHE_DIR,
     CACHE_GIB,
-    FILES,
-    has_folder,
-    local_folder,
-    put_folder,
+    keep,
+    kept_folders,
+    lock_of,
     transfer_folder,
 )
+from activities.storage.host_lock import HostLock, Mode
+from activities.storage.local_copy import FILES, has_folder, local_folder, put_folder
 from activities.storage.store import Store
 from models.errors import (
     ConfigurationError,
@@ -144,6 +145,86 @@ def test_the_cache_is_bounded(
     assert local_folder(store, "b") == folders[1]
     local_folder(store, "d")
     assert [folder.is_dir() for folder in folders] == [False, True, True], "the oldest goes first"
+
+
+def in_cache() -> int:
+    return sum(path.stat().st_size for path in kept_folders().rglob("data"))
+
+
+def test_transfers_at_once_share_the_limit(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CACHE_GIB, str(3 / 1024))
+    with transfer_folder(2 * MIB) as first:
+        for written in (0, MIB, 2 * MIB):
+            (first / "data").write_bytes(b"x" * written)
+            with transfer_folder(MIB), pytest.raises(StorageFull), transfer_folder(MIB):
+                pass
+        keep(first, kept_folders() / "first")
+        lock_of(kept_folders() / "first").touch()
+        with transfer_folder(MIB), pytest.raises(StorageFull), transfer_folder(3 * MIB):
+            pass
+    with transfer_folder(3 * MIB):
+        assert in_cache() == 0, "nobody held it"
+
+
+def _fill_and_evict(cache: str, number: int, told: Connection) -> None:
+    os.environ |= {CACHE_DIR: cache, CACHE_GIB: str(5 / 1024)}
+    most = 0
+    for index in range(15):
+        entry = kept_folders() / f"{number}-{index}"
+        with HostLock(lock_of(entry)).held(Mode.ALONE, 0), transfer_folder(MIB) as folder:
+            (folder / "data").write_bytes(b"x" * MIB)
+            keep(folder, entry)
+            most = max(most, len(list(kept_folders().glob("*/data"))))
+    told.send(most)
+
+
+def test_processes_that_evict_at_once_neither_fail_nor_exceed_the_limit(
+    store: Store, tmp_path: Path
+) -> None:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    arguments = [(os.environ[CACHE_DIR], number, theirs) for number in range(3)]
+    processes = [context.Process(target=_fill_and_evict, args=each) for each in arguments]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    assert all(ours.recv() <= 5 for _ in processes)
+    assert 0 < in_cache() <= 5 * MIB
+
+
+def test_a_disk_that_is_too_small_is_told_before_anything_is_written(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(store, tmp_path, "hf", weights=b"w" * MIB)
+    monkeypatch.setattr(host_cache, "free_bytes", lambda _: 1000)
+    with pytest.raises(StorageFull) as caught:
+        local_folder(store, "hf")
+    message = str(caught.value)
+    assert f"{tmp_path}/cache: {MIB} bytes do not fit: 1000 bytes are free" in message
+    assert CACHE_DIR in message
+    assert CACHE_GIB in message
+
+
+def test_a_disk_that_others_fill_meanwhile_is_told_as_well(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(store, tmp_path, "hf", weights=b"w" * MIB)
+
+    def full(_store: Store, _rel: str, local: Path) -> None:
+        local.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Store, "get_file", full)
+    with pytest.raises(StorageFull, match=f"{MIB} bytes do not fit: .* in {CACHE_DIR}"):
+        local_folder(store, "hf")
+    assert list((tmp_path / "cache" / "transfer").iterdir()) == []
+    monkeypatch.undo()
+    monkeypatch.setenv(CACHE_DIR, str(tmp_path / "cache"))
+    assert (local_folder(store, "hf") / "weights").stat().st_size == MIB
 
 
 @pytest.mark.parametrize("text", ["much", "0", "-1", "inf", "nan"])

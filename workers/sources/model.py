@@ -16,7 +16,8 @@ from safetensors import SafetensorError, safe_open
 
 from activities.storage import layout
 from activities.storage.atomic import storage_errors
-from activities.storage.local_copy import has_folder, local_folder, put_folder, transfer_folder
+from activities.storage.host_cache import transfer_folder
+from activities.storage.local_copy import has_folder, local_folder, put_folder
 from activities.storage.settled import is_settled
 from activities.storage.store import Store
 from configs.run import RunSpec

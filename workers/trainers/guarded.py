@@ -15,13 +15,8 @@ from typing import TypeVar
 from activities.fencing import FenceGuard
 from activities.storage import layout
 from activities.storage.atomic import storage_errors
-from activities.storage.local_copy import (
-    download,
-    has_folder,
-    local_folder,
-    put_folder,
-    transfer_folder,
-)
+from activities.storage.host_cache import transfer_folder
+from activities.storage.local_copy import download, has_folder, local_folder, put_folder
 from activities.storage.store import Store
 from models.checkpoint import CheckpointFile, CheckpointMarker, PolicyClock
 from models.errors import ContractViolation, ServiceUnreachable

@@ -9,7 +9,8 @@ import pytest
 
 from activities.rollout.collection_file import write_collection
 from activities.storage import layout
-from activities.storage.local_copy import CACHE_DIR, has_folder
+from activities.storage.host_cache import CACHE_DIR
+from activities.storage.local_copy import has_folder
 from activities.storage.store import Store
 from models.checkpoint import CheckpointMarker, PolicyClock
 from models.errors import ContractViolation, DigestMismatch, ServiceUnreachable, StaleFence

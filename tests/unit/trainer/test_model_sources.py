@@ -13,7 +13,8 @@ import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from activities.storage.local_copy import CACHE_DIR, put_folder
+from activities.storage.host_cache import CACHE_DIR
+from activities.storage.local_copy import put_folder
 from activities.storage.store import Store
 from models.errors import ConfigurationError
 from workers.sources import origins
