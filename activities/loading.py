@@ -74,12 +74,15 @@ class EngineUpdate:
         self.error: ContractViolation | ServiceUnreachable | None = None
         self._order = order
         self._client = site.engine(engine.url)
+        self._found = ""
+        """The weight version before anything was done to the engine."""
+        self._woken = False
         self._started = time.monotonic()
         self._deadline = asyncio.get_running_loop().time() + order.timeout_s
         self._steps: dict[Phase, Callable[[], Awaitable[None]]] = {
             Phase.WAKE: self._wake,
             Phase.INSPECT: self._inspect,
-            Phase.PAUSE: lambda: self._client.pause("abort"),
+            Phase.PAUSE: self._pause,
             Phase.LOAD: self._load,
             Phase.VERIFY: self._verify,
             Phase.RESUME: self._client.resume,
@@ -171,16 +174,22 @@ class EngineUpdate:
         return f"{self.engine.name} at {self.engine.url}"
 
     async def _wake(self) -> None:
-        state = memory_state(await self._weight_version())
+        self._found = await self._weight_version()
+        state = memory_state(self._found)
         if state.is_known and not state.released:
             return
         await self._client.pause("abort")
         await self._client.resume_memory(MEMORY)
+        self._woken = True
 
     async def _inspect(self) -> None:
         weights = self._order.weights
-        if await self._version() == weights.version:
+        if _policy_version(self._found) == weights.version:
             self.repeated = await self._digest() == weights.digest
+
+    async def _pause(self) -> None:
+        if not self._woken:
+            await self._client.pause("abort")
 
     async def _load(self) -> None:
         # Engines take no fence token, so a caller that lost its epoch must stop itself.
@@ -233,28 +242,28 @@ class EngineUpdate:
 
     async def _verify(self) -> None:
         weights = self._order.weights
-        version = await self._version()
+        told, digest = await asyncio.gather(self._weight_version(), self._digest())
+        version = _policy_version(told)
         if version != weights.version:
             raise ContractViolation(
                 f"{self._who} serves version {version} after loading version {weights.version}"
             )
-        digest = await self._digest()
         if digest != weights.digest:
             raise DigestMismatch(
                 f"{self._who}: weights of version {version} have digest {digest}, the trainer "
                 f"exported {weights.digest}"
             )
 
-    async def _version(self) -> int | None:
-        """The policy version that the engine says it serves; None for a foreign string."""
-        version = await self._weight_version()
-        return int(version) if version.isdecimal() else None
-
     async def _weight_version(self) -> str:
         return str((await self._client.model_info()).get("weight_version", ""))
 
     async def _digest(self) -> str:
         return weights_digest(await self._client.checksums(self._order.weights.checksum))
+
+
+def _policy_version(weight_version: str) -> int | None:
+    """The policy version that an engine says it serves; None for a foreign string."""
+    return int(weight_version) if weight_version.isdecimal() else None
 
 
 def update_timeout_s(spec: RunSpec) -> float:

@@ -16,6 +16,7 @@ from activities.wire.contract import (
     CONTINUE_GENERATION,
     DESTROY_WEIGHTS_UPDATE_GROUP,
     FLUSH_CACHE,
+    FREEZE_GC,
     HEALTH,
     INIT_WEIGHTS_UPDATE_GROUP,
     MODEL_INFO,
@@ -104,6 +105,10 @@ class EngineControls(EngineConnection):
         """Drop cached prefixes; the engine waits for running requests within the deadline."""
         path = f"{FLUSH_CACHE}?timeout={timeout_s:g}"
         await self._call("POST", path, timeout_s, {})
+
+    async def freeze_garbage(self, *, timeout_s: float = QUICK_TIMEOUT_S) -> None:
+        """Let an SGLang server's processes search what their start left for garbage no more."""
+        await self._call("POST", FREEZE_GC, timeout_s)
 
     async def abort(self, rid: str, *, timeout_s: float = QUICK_TIMEOUT_S) -> None:
         """End one request; its tokens so far are answered to whoever waits for it."""
@@ -252,6 +257,8 @@ class EngineControls(EngineConnection):
         wanted = released & frozenset(tags)
         if wanted:
             await self._move(RESUME_MEMORY_OCCUPATION, wanted, released - wanted, timeout_s)
+            # It had come to rest when it gave memory back, and took no request without.
+            self._guard.settled()
 
     async def _move(
         self, path: str, tags: frozenset[str], released: frozenset[str], timeout_s: float
@@ -295,8 +302,11 @@ class EngineControls(EngineConnection):
 
         A request whose client hung up is over for the server's door while its scheduler computes
         another step of it, and a scheduler that is not idle ends at a flush or without its memory.
+        Once in a pause is enough.
         """
-        await self.flush_cache(timeout_s=min(timeout_s, CONTROL_TIMEOUT_S))
+        if not self._guard.at_rest:
+            await self.flush_cache(timeout_s=min(timeout_s, CONTROL_TIMEOUT_S))
+            self._guard.settled()
 
     async def _succeed(self, path: str, body: dict[str, Any], timeout_s: float) -> None:
         """A call whose answer must say ``success``."""

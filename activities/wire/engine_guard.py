@@ -24,11 +24,14 @@ class EngineGuard:
     def __init__(self, url: str) -> None:
         self._url = url
         self._mode: PauseMode | None = None
+        self.at_rest = False
+        """Paused with ``abort``, and its scheduler has come to the end of what it computed."""
         self._used_groups: set[str] = set()
         self._groups: set[str] = set()
 
     def pausing(self, mode: PauseMode) -> None:
         """A pause is being sent; ``abort`` counts when it is answered, see ``paused``."""
+        self.at_rest = False
         if mode != "abort":
             self._mode = mode
 
@@ -36,9 +39,14 @@ class EngineGuard:
         """The engine is paused. After ``abort`` it owes nothing, whatever it was before."""
         self._mode = mode
 
+    def settled(self) -> None:
+        """The engine was seen without work; while it is paused nothing gives it any."""
+        self.at_rest = self._mode == "abort"
+
     def resumed(self) -> None:
         """The engine takes requests again."""
         self._mode = None
+        self.at_rest = False
 
     def require_paused(self, what: str, *, idle: bool) -> None:
         """Refuse ``what`` unless this client paused the engine; ``idle``: and ended its requests.

@@ -149,6 +149,33 @@ async def test_an_engine_comes_to_rest_before_what_needs_it_idle(wire, call):
     assert len(wire.bodies("/flush_cache")) == 1
 
 
+async def test_an_engine_comes_to_rest_once_in_a_pause(wire):
+    for pauses in (1, 2):
+        wire.engine.arrive(1)
+        wire.engine.hang_up()
+        await wire.client.pause("abort")
+        await disk()(wire.client)
+        await disk()(wire.client)
+        assert (wire.engine.died, len(wire.bodies("/flush_cache"))) == (None, pauses)
+        await wire.client.resume()
+
+
+async def test_an_engine_without_its_memory_is_at_rest_already(wire):
+    wire.engine.arrive(1)
+    wire.engine.hang_up()
+    await wire.client.pause("abort")
+    await wire.client.release_memory(["kv_cache", "weights"])
+    client = wire.another()
+    await client.pause("abort")
+    await client.resume_memory(["kv_cache", "weights"])
+    await disk()(client)
+    assert (wire.engine.died, len(wire.bodies("/flush_cache"))) == (None, 1)
+    await client.pause("retract")
+    await client.pause("abort")
+    await disk()(client)
+    assert len(wire.bodies("/flush_cache")) == 2
+
+
 @pytest.mark.parametrize(("mode", "call", "message"), REFUSED)
 async def test_what_would_end_the_engine_is_not_sent(wire, mode, call, message):
     if mode is not None:
