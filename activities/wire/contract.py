@@ -26,6 +26,7 @@ UPDATE_WEIGHT_VERSION = "/update_weight_version"
 RELEASE_MEMORY_OCCUPATION = "/release_memory_occupation"
 RESUME_MEMORY_OCCUPATION = "/resume_memory_occupation"
 WEIGHTS_CHECKER = "/weights_checker"
+FREEZE_GC = "/freeze_gc"
 CHECKSUM_ACTIONS: Mapping[ChecksumKind, str] = {
     "xxh3_64": "checksum",
     "fingerprint": "fingerprint",

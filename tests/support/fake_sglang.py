@@ -64,6 +64,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_header("content-length", "0")
         self.end_headers()
 
+    def do_POST(self):
+        print("posted", self.path, flush=True)
+        if os.environ.get("FAKE_SGLANG") == "refuses":
+            self.send_error(404)
+        else:
+            self.do_GET()
+
     def log_message(self, *args):
         pass
 

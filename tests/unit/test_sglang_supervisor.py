@@ -83,6 +83,18 @@ async def test_a_server_serves_on_its_port_and_its_end_leaves_nothing(tmp_path: 
     await gone(processes(tmp_path))
 
 
+@pytest.mark.parametrize("mode", ["serves", "refuses"])
+async def test_a_server_that_generates_is_told_to_pass_over_what_its_start_left(
+    tmp_path: Path, mode: str
+) -> None:
+    """Once, and before anybody is told that it serves; without that it serves as well."""
+    server = await start(tmp_path, mode)
+    log = (tmp_path / "engine-0.log").read_text()
+    assert re.findall(r"^posted (\S+)", log, re.M) == ["/freeze_gc"]
+    assert ("searches for garbage stay long" in log) is (mode == "refuses")
+    await server.stop(grace_s=SOON_S)
+
+
 async def test_a_request_does_not_hold_up_the_end(tmp_path: Path) -> None:
     server = await start(tmp_path)
     async with httpx.AsyncClient(trust_env=False, timeout=START_S) as client:

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from activities.wire.client import EngineClient
-from models.errors import ConfigurationError
+from models.errors import ConfigurationError, ContractViolation, ServiceUnreachable
 from workers.compiler_cache.transfer import compiler_cache
 from workers.engines.lifecycle import write_ready_file
 from workers.engines.process import CONFIGURATION_STATUS, leashed
@@ -90,7 +90,7 @@ class Supervisor:
         """Wait for the server to serve, and then for whatever ends it."""
         try:
             async with asyncio.timeout(self._options.start_timeout_s):
-                ended = await self._unless_over(child, self._until_healthy(port))
+                ended = await self._unless_over(child, self._until_ready(port))
         except TimeoutError:
             limit = self._options.start_timeout_s
             logger.error("the server did not serve within %g s", limit)
@@ -128,13 +128,22 @@ class Supervisor:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _until_healthy(self, port: int) -> None:
+    async def _until_ready(self, port: int) -> None:
+        """Wait until the server generates; then its full searches for garbage become short.
+
+        One stops a process for half a second, after the requests of a few updates (SGLang 0.5.18
+        does the same by itself).
+        """
         url = f"http://{self._options.host}:{port}"
         async with contextlib.aclosing(EngineClient(url)) as client:
             while True:
                 if await client.health(timeout_s=HEALTH_TIMEOUT_S):
-                    return
+                    break
                 await asyncio.sleep(PROBE_INTERVAL_S)
+            try:
+                await client.freeze_garbage()
+            except (ServiceUnreachable, ContractViolation) as error:
+                logger.warning("searches for garbage stay long: %s", error.message)
 
     async def _end(self, child: asyncio.subprocess.Process) -> None:
         left = await end_descendants(child)
