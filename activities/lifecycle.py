@@ -15,7 +15,7 @@ from activities.rewinding import plan_rewind, rewind_once, settle_rewinds
 from activities.server import ServerFacts
 from activities.site import Site, store_of
 from activities.storage import layout
-from activities.storage.commit import newest_checkpoint
+from activities.storage.commit import fence_off_commits, newest_checkpoint
 from activities.storage.lease import Owner, claim_epoch, current_epoch, read_owner, revoke_epoch
 from activities.storage.rewinds import has_unsettled, read_rewinds
 from activities.storage.settled import is_settled
@@ -84,6 +84,7 @@ def _claim(request: RunRequest, loaded: Loaded, owner: Owner, attributes: bool) 
             _require_rewindable(store, request.rewind, owner.workflow_run_id)
     # A run that loses the root later was itself taken over from, and must not take it back.
     epoch = claim_epoch(store, owner, take_over=request.take_over and not again)
+    fence_off_commits(store, epoch)
     attempt = request.progress.attempt if again and request.progress else 0
     plan = loop_plan(loaded.spec, infra_timeout_multiplier())
     run = RunRef(run_id=owner.run_id, root=store.root, spec_sha256=loaded.sha256)

@@ -4,6 +4,9 @@ Order of a commit: the trainer writes its files into a folder that no other atte
 ledger; every file is read back and made durable; ``complete.json`` with every digest; the pointer
 ``core-latest.json``. A kill in front of the marker leaves the previous checkpoint the newest one; a
 kill behind it leaves the new one, pointer or not.
+
+Whoever claims the root takes the marker's place in folders that older epochs left without one: so
+none of them can commit behind the claim.
 """
 
 import hashlib
@@ -19,12 +22,15 @@ from activities.storage.lease import require_epoch
 from activities.storage.rewinds import is_undone, read_rewinds
 from activities.storage.store import Store
 from models.checkpoint import CheckpointFile, CheckpointMarker, CheckpointRef, PolicyClock
-from models.errors import ContractViolation, DigestMismatch, PerdureError
+from models.errors import ContractViolation, DigestMismatch, PerdureError, StaleFence
 from models.ids import FenceToken, RunRef
 from models.prompt import DataState
 
 _FOLDER = re.compile(r"rollout_(\d{7,})\.e(\d+)u(\d+)a(\d+)")
 _SCHEMA_VERSION = 2
+FENCED_OFF = "fenced_off"
+"""The only key of what may stand in a marker's place: its folder never becomes a checkpoint."""
+_FENCED = f'{{"{FENCED_OFF}": true}}\n'.encode()
 
 _log = structlog.get_logger(__name__)
 
@@ -102,6 +108,20 @@ def commit_checkpoint(
     return _reference(folder, clock, encoded, time.monotonic() - started)
 
 
+def fence_off_commits(store: Store, epoch: int) -> None:
+    """Leave no commit of an epoch before ``epoch`` that could still become the newest checkpoint.
+
+    Such a commit may have found its epoch in order just before ``epoch`` was taken. Its folder is
+    there then, and it creates its marker exclusively, as this does: one of both comes first.
+    """
+    for place in _places(store):
+        marker, encoded = _load_marker(store, place.folder)
+        if marker is not None and _damage(store, place.folder, marker) is None:
+            return  # older ones are no newer than this one
+        if not encoded and place.epoch < epoch:
+            store.create_exclusive(f"{place.folder}/{layout.COMPLETE}", _FENCED)
+
+
 def newest_checkpoint(store: Store) -> CheckpointRef | None:
     """The newest committed checkpoint by (next_rollout_id, epoch, update, attempt), or None.
 
@@ -146,7 +166,7 @@ def saved_folders(store: Store) -> list[SavedFolder]:
     found = []
     for place in reversed(_places(store)):
         marker, encoded = _load_marker(store, place.folder)
-        fault = "" if marker else "unreadable" if encoded else "missing"
+        fault = "" if marker else _fault(encoded)
         found.append(SavedFolder(place.update, place.epoch, place.folder, marker, fault))
     return found
 
@@ -246,12 +266,14 @@ def _named_places(store: Store) -> Iterator[_Place]:
 
 
 def _load_marker(store: Store, folder: str) -> tuple[CheckpointMarker | None, bytes]:
-    """Marker and its bytes; no marker when it is missing or does not parse."""
+    """Marker and its bytes; no marker when it is missing, fenced off or does not parse."""
     path = f"{folder}/{layout.COMPLETE}"
     try:
         encoded = store.read_bytes(path)
     except (FileNotFoundError, NotADirectoryError):
         return None, b""
+    if encoded == _FENCED:
+        return None, encoded
     try:
         marker = CheckpointMarker.model_validate_json(encoded)
     except ValueError as error:
@@ -306,11 +328,22 @@ def _existing(store: Store, path: str) -> bytes:
         raise DigestMismatch(f"{store.root}/{path} is missing") from error
 
 
+def _fault(encoded: bytes) -> str:
+    """Why ``encoded`` is no marker."""
+    if encoded == _FENCED:
+        return "fenced off"
+    return "unreadable" if encoded else "missing"
+
+
 def _same_commit(
     store: Store, path: str, clock: PolicyClock, files: tuple[CheckpointFile, ...]
 ) -> bytes:
     """Bytes of a marker that already stands, if it is of the very same commit."""
     encoded = store.read_bytes(path)
+    if encoded == _FENCED:
+        raise StaleFence(
+            f"{store.root}/{path}: a newer epoch owns the root, this commit is refused"
+        )
     marker = CheckpointMarker.model_validate_json(encoded)
     if marker.clock != clock or marker.files != files:
         raise ContractViolation(f"{store.root}/{path} is committed already, with other content")

@@ -17,7 +17,7 @@ from activities.storage.lease import current_epoch, is_revoked
 from activities.storage.store import Store
 from configs.load import document_sha256, resolve_document
 from models.errors import ConfigurationError, OwnershipError, StaleFence, StorageFull
-from models.ids import RunRef
+from models.ids import FenceToken, RunRef
 from models.run import (
     ClaimResult,
     RecordRequest,
@@ -247,6 +247,16 @@ async def test_a_root_that_is_a_file_is_a_configuration_error(desk: Desk) -> Non
     desk.root.write_text("x")
     with pytest.raises(ConfigurationError, match="root"):
         await desk.claim()
+
+
+async def test_a_claim_leaves_no_commit_of_an_older_epoch_behind_it(desk: Desk) -> None:
+    claimed = await desk.claim()
+    token = FenceToken(epoch=claimed.epoch, update=4, attempt=1)
+    marker = f"{layout.checkpoint_folder(3, token)}/{layout.COMPLETE}"
+    desk.store.write_bytes(f"{layout.checkpoint_folder(3, token)}/cursor.json", b"{}")
+    again = await desk.claim()
+    assert again.checkpoint is None
+    assert not desk.store.create_exclusive(marker, b"late")
 
 
 async def test_an_old_epoch_cannot_record_over_a_new_one(desk: Desk) -> None:

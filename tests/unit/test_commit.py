@@ -215,3 +215,49 @@ def test_older_epoch_cannot_commit(store: Store) -> None:
     newest = commit.newest_checkpoint(store)
     assert newest is not None
     assert newest.update == 1
+
+
+def test_a_commit_that_was_checked_before_a_claim_cannot_come_after_it(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Epoch 1 stands still between its last check and its marker; epoch 2 goes back and trains."""
+    owner = lease.Owner(run_id="train/a", namespace="default", cluster_id="c")
+    assert lease.claim_epoch(store, owner) == 1
+    save(store, 3, epoch=1)
+    create = store.create_exclusive
+    found: list[CheckpointRef | None] = []
+
+    def late(rel: str, data: bytes) -> bool:
+        monkeypatch.setattr(store, "create_exclusive", create)
+        assert rel == "checkpoints/core/rollout_0000009.e1u9a1/complete.json"
+        claim()
+        save(store, 5, epoch=2)
+        return create(rel, data)
+
+    def claim() -> None:
+        epoch = lease.claim_epoch(store, owner)
+        commit.fence_off_commits(store, epoch)
+        found.append(commit.newest_checkpoint(store))
+
+    monkeypatch.setattr(store, "create_exclusive", late)
+    with pytest.raises(StaleFence, match="newer epoch"):
+        save(store, 9, epoch=1)
+    claim()
+    assert [each.update for each in found if each] == [3, 5]
+    faults = {each.update: each.fault for each in commit.saved_folders(store)}
+    assert faults == {3: "", 5: "", 9: "fenced off"}
+
+
+def test_a_claim_fences_off_nothing_that_is_committed_or_its_own(store: Store) -> None:
+    owner = lease.Owner(run_id="train/a", namespace="default", cluster_id="c")
+    lease.claim_epoch(store, owner)
+    torn = layout.checkpoint_folder(2, FenceToken(epoch=1, update=2, attempt=1))
+    write_trainer_files(store, torn, b"torn")
+    saved = save(store, 4, epoch=1)
+    epoch = lease.claim_epoch(store, owner)
+    own = layout.checkpoint_folder(6, FenceToken(epoch=epoch, update=6, attempt=1))
+    write_trainer_files(store, own, b"own")
+    commit.fence_off_commits(store, epoch)
+    assert commit.verify_checkpoint(store, saved)
+    assert not store.exists(f"{own}/{layout.COMPLETE}")
+    assert not store.exists(f"{torn}/{layout.COMPLETE}")  # no newer than what is committed

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from activities.storage import layout
+from activities.storage.commit import FENCED_OFF
 from models.checkpoint import CheckpointMarker
 from workers.report.curves import Curves
 from workers.report.files import Row, RunFiles, index, number, parts
@@ -169,7 +170,8 @@ def checkpoints_of(files: RunFiles) -> list[Checkpoint]:
 def _marker(files: RunFiles, path: str) -> CheckpointMarker | None:
     document: dict[str, Any] = files.document(path)
     try:
-        return CheckpointMarker.model_validate(document) if document else None
+        is_marker = document and FENCED_OFF not in document
+        return CheckpointMarker.model_validate(document) if is_marker else None
     except ValidationError as error:
         files.note(path, error)
         return None
