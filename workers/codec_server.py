@@ -64,21 +64,23 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(HTTPStatus.NO_CONTENT)
 
     def do_POST(self) -> None:
-        """``/encode`` and ``/decode``."""
-        length = self.headers.get("content-length", "")
-        if not length.isascii() or not length.isdecimal() or int(length) > MAX_BODY_BYTES:
-            self.close_connection = True
-            self._answer(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "a body of known, moderate length")
-            return
-        body = self.rfile.read(int(length))
+        """``/encode`` and ``/decode``. A body is read from whoever brings the token only."""
         work = self._work()
         if work is None:
-            self._answer(HTTPStatus.UNAUTHORIZED, "bring the token that this server was given")
+            self._refuse(HTTPStatus.UNAUTHORIZED, "bring the token that this server was given")
             return
         convert = {"encode": self.server.codec.encode, "decode": self.server.codec.decode}.get(work)
         if convert is None:
-            self._answer(HTTPStatus.NOT_FOUND, "/encode and /decode are all there is")
+            self._refuse(HTTPStatus.NOT_FOUND, "/encode and /decode are all there is")
             return
+        length = self.headers.get("content-length", "")
+        if not length.isascii() or not length.isdecimal() or int(length) > MAX_BODY_BYTES:
+            self._refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "a body of known, moderate length")
+            return
+        if self.headers.get("expect", "").lower() == "100-continue":
+            self.send_response_only(HTTPStatus.CONTINUE)
+            self.end_headers()
+        body = self.rfile.read(int(length))
         try:
             asked = json_format.Parse(body, Payloads())
             done = asyncio.run(convert(asked.payloads))
@@ -88,6 +90,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(HTTPStatus.BAD_REQUEST, error.message)
         else:
             self._send(HTTPStatus.OK, json_format.MessageToJson(Payloads(payloads=done)).encode())
+
+    def handle_expect_100(self) -> bool:
+        """A client that asks whether its body is wanted hears so after its token was looked at."""
+        return True
 
     def log_message(self, format: str, *args: object) -> None:
         """Nothing is logged for each call: a path may hold the token."""
@@ -100,6 +106,11 @@ class _Handler(BaseHTTPRequestHandler):
             return parts[1]
         header = self.headers.get("authorization", "").encode("latin-1", errors="replace")
         return parts[0] if len(parts) == 1 and bears(header, token) else None
+
+    def _refuse(self, status: HTTPStatus, detail: str) -> None:
+        """Answer without the body, which ends the connection: its rest is no next request."""
+        self.close_connection = True
+        self._answer(status, detail)
 
     def _answer(self, status: HTTPStatus, detail: str = "") -> None:
         self._send(status, json.dumps({"detail": detail}).encode() if detail else b"")
@@ -114,6 +125,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("vary", "origin")
         self.send_header("content-type", "application/json")
         self.send_header("cache-control", "no-store")
+        if self.close_connection:
+            self.send_header("connection", "close")
         self.send_header("content-length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)

@@ -4,6 +4,7 @@ the key does, and the codec server for Temporal's own CLI."""
 import asyncio
 import base64
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -156,6 +157,46 @@ async def test_a_run_is_readable_with_the_key_only(
     assert await readable(address, handle.id, *endpoint, *bearer)
     by_path = ("--codec-endpoint", f"{codec_server.url}/{TOKEN}")
     assert await readable(address, handle.id, *by_path)
+
+
+def answer_to_head(server: CodecServer, *headers: str) -> bytes:
+    """What it says to a request of which it gets the body, 9 bytes, only when it asks for it."""
+    head = "\r\n".join(["POST /decode HTTP/1.1", "host: x", *headers, "", ""])
+    with socket.create_connection(("127.0.0.1", server.server_address[1]), timeout=10) as client:
+        client.sendall(head.encode())
+        answer = b""
+        while chunk := client.recv(4096):
+            answer += chunk
+            if chunk.startswith(b"HTTP/1.1 100"):
+                client.sendall(b"not JSON!")
+        return answer
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        (["content-length: 1000"], b"401"),
+        (["content-length: 1000", "authorization: Bearer no", "expect: 100-continue"], b"401"),
+        (["content-length: 99999999999", "authorization: Bearer no"], b"401"),
+        (["content-length: 33554433", f"authorization: Bearer {TOKEN}"], b"413"),
+        (["transfer-encoding: chunked", f"authorization: Bearer {TOKEN}"], b"413"),
+        (["content-length: -1", f"authorization: Bearer {TOKEN}"], b"413"),
+        (
+            [
+                *("content-length: 9", f"authorization: Bearer {TOKEN}"),
+                *("expect: 100-continue", "connection: close"),
+            ],
+            b"100",
+        ),
+    ],
+)
+def test_the_codec_server_reads_bodies_of_moderate_length_from_the_token_only(
+    codec_server: CodecServer, headers: list[str], status: bytes
+) -> None:
+    answer = answer_to_head(codec_server, *headers)
+    assert answer.split()[1] == status
+    assert (b"HTTP/1.1 400" in answer) == (status == b"100")
+    assert answer.count(b"connection: close") == 1
 
 
 async def test_the_codec_server_answers_known_origins_and_the_token_only(
