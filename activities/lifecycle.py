@@ -98,7 +98,7 @@ def _claim(request: RunRequest, loaded: Loaded, owner: Owner, attributes: bool) 
             rewind = rewind_once(store, request.rewind, epoch, owner.workflow_run_id)
         else:
             rewind = _standing_rewind(store)
-        settle_rewinds(store, loaded.spec.output.hf_dir)
+        settle_rewinds(store, loaded.spec.output.hf_dir, epoch)
         store.write_json(layout.RESOLVED_CONFIG, loaded.document)
         store.write_json(layout.PLAN_JSON, build_plan(loaded))
     result = ClaimResult(

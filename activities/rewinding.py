@@ -17,6 +17,7 @@ from activities.analysis.evidence import read_evidence
 from activities.analysis.line import final_line
 from activities.storage import layout
 from activities.storage.commit import intact_checkpoints
+from activities.storage.lease import require_epoch
 from activities.storage.rewinds import is_settled, read_rewinds, record_rewind
 from activities.storage.store import Store
 from configs.load import resolve_document
@@ -121,28 +122,35 @@ def rewind_once(store: Store, request: RewindRequest, epoch: int, workflow_run_i
     return rewind
 
 
-def settle_rewinds(store: Store, export: str) -> None:
+def settle_rewinds(store: Store, export: str, epoch: int) -> None:
     """Set aside what recorded rewinds undid and is not set aside yet.
 
     Args:
         store: the root, owned by the caller.
         export: the folder of the run's export, relative to the root.
+        epoch: the caller's. It is asked for before each step: whoever takes the next one settles as
+            well and goes on, and files of the same names are then its own.
+
+    Raises:
+        StaleFence: ``epoch`` does not own the root any more; what is left is the new owner's.
     """
     for rewind in read_rewinds(store):
         if not is_settled(store, rewind):
-            _settle(store, rewind, export)
+            _settle(store, rewind, export, epoch)
 
 
-def _settle(store: Store, rewind: Rewind, export: str) -> None:
+def _settle(store: Store, rewind: Rewind, export: str, epoch: int) -> None:
     aside = layout.rewound_folder(rewind.epoch)
     for rel in (*_undone_files(store, rewind), export, *_DERIVED):
         if store.exists(rel):
+            require_epoch(store, epoch)
             store.rename(rel, f"{aside}/{rel}")
     for rel in _row_files(store):
-        _cut(store, rel, rewind, aside)
+        _cut(store, rel, rewind, aside, epoch)
     pointer = {"rollout_id": rewind.updates - 1, "folder": rewind.checkpoint.folder}
+    require_epoch(store, epoch)
     store.write_json(layout.LATEST, pointer)
-    _write_state(store, rewind)
+    _write_state(store, rewind, epoch)
     store.write_json(f"{aside}/{layout.REWIND_SETTLED}", {"time_unix": time.time()})
 
 
@@ -174,9 +182,10 @@ def _row_files(store: Store) -> Iterator[str]:
             yield rel
 
 
-def _cut(store: Store, rel: str, rewind: Rewind, aside: str) -> None:
+def _cut(store: Store, rel: str, rewind: Rewind, aside: str, epoch: int) -> None:
     """Take the rows of undone updates out of ``rel``; the file as it was is kept whole."""
     if not store.is_local:
+        require_epoch(store, epoch)
         store.set_rows_aside(rel, lambda row: _is_undone_row(row, rewind), f"{aside}/{rel}")
         return
     data = store.read_bytes(rel)
@@ -186,7 +195,10 @@ def _cut(store: Store, rel: str, rewind: Rewind, aside: str) -> None:
         return
     if not store.exists(f"{aside}/{rel}"):
         store.write_bytes(f"{aside}/{rel}", data)
-    store.write_bytes(rel, b"\n".join(kept))
+    cut = f"{aside}/{rel}.cut"
+    store.write_bytes(cut, b"\n".join(kept))
+    require_epoch(store, epoch)  # a new owner appends only after its claim
+    store.rename(cut, rel)
 
 
 def _is_undone_row(line: bytes, rewind: Rewind) -> bool:
@@ -202,10 +214,11 @@ def _is_undone_row(line: bytes, rewind: Rewind) -> bool:
     return isinstance(update, int) and update >= rewind.updates
 
 
-def _write_state(store: Store, rewind: Rewind) -> None:
+def _write_state(store: Store, rewind: Rewind, epoch: int) -> None:
     """``workflow.json`` for readers: resumable, as a stop after that many updates leaves it."""
     state = store.read_json(layout.WORKFLOW_JSON) if store.exists(layout.WORKFLOW_JSON) else {}
     kept = {key: value for key, value in state.items() if key not in _CLEARED}
     rewound = {"updates": rewind.updates, "epoch": rewind.epoch, "reason": rewind.reason}
     changed = {"status": RunState.STOPPED.value, "update": rewind.updates, "rewound": rewound}
+    require_epoch(store, epoch)
     store.write_json(layout.WORKFLOW_JSON, kept | changed)

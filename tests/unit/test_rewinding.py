@@ -1,10 +1,12 @@
 """Rewinding a run's root: refused, decided, cut off by a kill, set aside, trained on."""
 
+import contextlib
 import copy
 import json
 import shutil
 import uuid
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +41,7 @@ def rewound(run: CompletedRun) -> None:
     """What ``claim`` does."""
     run.claim()
     rewind_once(run.store, TO_FOUR, run.epoch, "again")
-    settle_rewinds(run.store, "export-hf")
+    settle_rewinds(run.store, "export-hf", run.epoch)
 
 
 def content(run: CompletedRun) -> dict[str, bytes]:
@@ -175,7 +177,7 @@ def test_a_kill_at_any_point_leaves_the_old_or_the_new_state(
             _kill_after(patch, run, calls)
             try:
                 rewind_once(run.store, TO_FOUR, run.epoch, "again")
-                settle_rewinds(run.store, "export-hf")
+                settle_rewinds(run.store, "export-hf", run.epoch)
                 done = True
             except Killed:
                 done = False
@@ -193,7 +195,7 @@ def test_a_kill_at_any_point_leaves_the_old_or_the_new_state(
             # The same workflow's retry, or any later claim, finishes it.
             run.claim()
             rewind_once(run.store, TO_FOUR, run.epoch, "again")
-            settle_rewinds(run.store, "export-hf")
+            settle_rewinds(run.store, "export-hf", run.epoch)
         if read_rewinds(run.store):
             assert [each.epoch for each in read_rewinds(run.store)] == [2]
             assert _lasting(run) == _lasting(whole), calls
@@ -202,6 +204,62 @@ def test_a_kill_at_any_point_leaves_the_old_or_the_new_state(
             break
     assert done
     assert seen == {4, 8}
+
+
+def _train_on(run: CompletedRun, files: dict[str, bytes]) -> None:
+    """A new owner rewinds, trains an update again and exports; ``files``: as it leaves them."""
+    rewound(run)
+    run.store.append_jsonl(layout.METRICS, {"kind": "train", "update": 4, "epoch": run.epoch})
+    run.store.append_jsonl(layout.PUBLICATION, {"rollout_id": 4, "version": 5})
+    run.store.write_bytes("export-hf/model.safetensors", b"new")
+    run.store.write_bytes(layout.eval_receipt(6, "key"), b"{}")
+    run.store.write_bytes(layout.REPORT, b"new")
+    run.store.write_json(layout.LATEST, {"rollout_id": 4})
+    run.store.write_json(layout.WORKFLOW_JSON, {"status": "training"})
+    aside = layout.REWOUND
+    files |= {path: data for path, data in content(run).items() if not path.startswith(aside)}
+
+
+def _stall_after(
+    monkeypatch: pytest.MonkeyPatch, run: CompletedRun, calls: int, meanwhile: Callable[[], None]
+) -> None:
+    """Let ``meanwhile`` happen between the ``calls``-th change of the root and the next."""
+    left = [calls]
+
+    def counted(change: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            answer = change(*arguments)
+            left[0] -= 1
+            if not left[0]:
+                meanwhile()
+            return answer
+
+        return call
+
+    for name in ("rename", "write_bytes"):
+        monkeypatch.setattr(run.store, name, counted(getattr(run.store, name)))
+
+
+def test_a_claimer_that_stood_still_touches_nothing_of_the_next_owner(
+    finished: CompletedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for calls in range(1, 200):
+        run = finished.copied_to(tmp_path / f"stalled{calls}")
+        run.store.write_bytes(layout.REPORT, b"old")
+        run.claim()
+        stalled = run.epoch
+        rewind_once(run.store, TO_FOUR, stalled, "again")
+        new: dict[str, bytes] = {}
+        with monkeypatch.context() as patch, contextlib.suppress(StaleFence):
+            _stall_after(patch, run, calls, partial(_train_on, run, new))
+            settle_rewinds(run.store, "export-hf", stalled)
+        if not new:
+            break
+        after = content(run)
+        assert {path: after.get(path) for path in new} == new, calls
+        assert not has_unsettled(run.store)
+        shutil.rmtree(run.store.root)
+    assert calls > 10
 
 
 def _lasting(run: CompletedRun) -> dict[str, Any]:
@@ -223,7 +281,7 @@ def test_a_rewind_that_was_cut_off_is_told(
         _kill_after(patch, run, 3)
         rewind_once(run.store, TO_FOUR, run.epoch, "again")
         with pytest.raises(Killed):
-            settle_rewinds(run.store, "export-hf")
+            settle_rewinds(run.store, "export-hf", run.epoch)
     (updates,) = [each for each in verify(run.store.root).checks if each.name == "updates"]
     problem = "what the rewind undid is not set aside yet"
     assert problem in [flaw.problem for flaw in updates.flaws]
