@@ -6,6 +6,7 @@ a trainer exported. Runs inside a scheduler, so it imports nothing but torch and
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +35,21 @@ class Extent(NamedTuple):
 def xxh3_checksums(tensors: Tensors) -> dict[str, str]:
     """Name -> xxh3_64 hex of the bytes, row-major."""
     return {name: xxhash.xxh3_64_hexdigest(_bytes(tensor)) for name, tensor in tensors}
+
+
+def parameters_of(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """``model.named_parameters()``; the walk to their modules, most of its time, is made once."""
+    seen: set[Tensor] = set()
+    for prefix, module in _modules(model):
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter not in seen:
+                seen.add(parameter)
+                yield f"{prefix}.{name}" if prefix else name, parameter
+
+
+@lru_cache(maxsize=1)
+def _modules(model: torch.nn.Module) -> tuple[tuple[str, torch.nn.Module], ...]:
+    return tuple(model.named_modules())
 
 
 def file_tensors(parameters: Tensors, config: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:

@@ -1,7 +1,7 @@
-"""SGLang's scheduler process, with a weights checker whose checksums name what the files name.
+"""SGLang's scheduler process, with checksums that name what files name, and a loader of its own.
 
 SGLang's own checksums are of the tensors as it keeps them, by a hash that differs between CPU and
-GPU: no trainer could tell beforehand what an engine must answer.
+GPU: no trainer could tell beforehand what an engine must answer. The loader is ``direct_load``.
 """
 
 import hashlib
@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from workers.engines.sglang.live_weights import Tensors, xxh3_checksums
+from workers.engines.sglang.direct_load import DirectLoad
+from workers.engines.sglang.live_weights import Tensors, parameters_of, xxh3_checksums
 from workers.engines.sglang.tensor_parallel import server_group, whole_checksums
 from workers.fingerprint import fingerprints
 
@@ -24,6 +25,7 @@ CHECKSUMS: Mapping[str, Callable[[Tensors], dict[str, str]]] = {
 def run_scheduler(server_args: Any, *arguments: Any, **named: Any) -> None:
     """``run_scheduler_process`` of SGLang, same arguments."""
     from sglang.srt.managers.scheduler import run_scheduler_process
+    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
     from sglang.srt.utils.weight_checker import WeightChecker
 
     config = json.loads((Path(server_args.model_path) / "config.json").read_bytes())
@@ -37,7 +39,22 @@ def run_scheduler(server_args: Any, *arguments: Any, **named: Any) -> None:
         return _answer(checker, config, hashed)
 
     WeightChecker.handle = handle
+    WeightUpdater._update_weights_from_flattened_bucket = _bucket_loader(config)
     run_scheduler_process(server_args, *arguments, **named)
+
+
+def _bucket_loader(config: Mapping[str, Any]) -> Callable[[Any, dict[str, Any]], tuple[bool, str]]:
+    """A ``WeightUpdater._update_weights_from_flattened_bucket``; the answer is as SGLang's own."""
+    loads: list[DirectLoad] = []
+
+    def load(updater: Any, flattened_tensor_bucket_dict: dict[str, Any]) -> tuple[bool, str]:
+        if not loads:
+            loads.append(DirectLoad(config, server_group().size))
+        bucket = flattened_tensor_bucket_dict
+        loads[0].load(updater.get_model(), bucket["flattened_tensor"], bucket["metadata"])
+        return True, "Success"
+
+    return load
 
 
 def _answer(
@@ -50,7 +67,7 @@ def _answer(
     place = checker._parallelism_info()
     if place.pp_size > 1:
         raise RuntimeError(f"layers spread over {place.pp_size} stages cannot be confirmed")
-    parameters = checker._get_model().named_parameters()
+    parameters = parameters_of(checker._get_model())
     checksums = whole_checksums(parameters, config, server_group(), hashed)
     whole = hashlib.sha256()
     for name in sorted(checksums):
