@@ -189,7 +189,9 @@ def spec_for(told: argparse.Namespace, recipe: str) -> RunSpec:
         context=told.prompt_tokens + told.new_tokens,
         slots=told.live,
         sglang=SERVERS[recipe],
+        core={"publication_mode": "refresh"},
         inference={"max_response_length": told.new_tokens},
+        **{"async": {"fully_async": True}},
     )
 
 
