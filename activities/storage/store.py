@@ -156,18 +156,22 @@ class Store:
         self.write_bytes(rel, orjson.dumps(value, option=options))
 
     def append_jsonl(self, rel: str, row: Mapping[str, Any]) -> None:
-        """Append one line; concurrent callers never mix their bytes. NaN becomes null.
+        """Append one line; see ``append_rows``."""
+        self.append_rows(rel, (row,))
 
-        Local: one ``O_APPEND`` write. Object stores cannot append: there each row is an object
+    def append_rows(self, rel: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Append lines together; concurrent callers never mix their bytes. NaN becomes null.
+
+        Local: one ``O_APPEND`` write. Object stores cannot append: there each call is an object
         ``<rel>.parts/<number>-<unique>.jsonl`` and ``read_jsonl`` joins them by number.
         """
-        line = orjson.dumps(dict(row), option=orjson.OPT_SORT_KEYS)
+        lines = b"\n".join(orjson.dumps(dict(row), option=orjson.OPT_SORT_KEYS) for row in rows)
         with storage_errors(self._where(rel)):
             if self._is_local:
-                atomic.append_line(self.local_path(rel), line)
+                atomic.append_line(self.local_path(rel), lines)
             else:
                 part = f"{self._next_number(rel):020d}-{uuid.uuid4().hex[:12]}.jsonl"
-                self._objects.write(self._full(f"{rel}{_PARTS}/{part}"), line + b"\n")
+                self._objects.write(self._full(f"{rel}{_PARTS}/{part}"), lines + b"\n")
 
     def read_jsonl(self, rel: str) -> JsonlRows:
         """Rows of ``rel`` (none when it is missing). Torn lines are skipped, counted and logged.
@@ -206,15 +210,19 @@ class Store:
         with storage_errors(self._where(target)):
             for begin in range(0, len(names), _TOGETHER):
                 paths = self._part_paths(rel, names[begin : begin + _TOGETHER])
-                rows = dict(zip(paths, self._objects.read_all(paths), strict=True))
-                wanted = [path for path in paths if is_wanted(rows[path])]
+                parts = self._objects.read_all(paths)
+                rows = {p: data.splitlines(True) for p, data in zip(paths, parts, strict=True)}
+                wanted = {p: own for p in paths if (own := list(filter(is_wanted, rows[p])))}
                 if not wanted:
                     continue
-                moved = b"".join(rows[path] for path in wanted)
-                number = PurePosixPath(wanted[0]).name.partition("-")[0]
+                moved = b"".join(line for lines in wanted.values() for line in lines)
+                number = PurePosixPath(next(iter(wanted))).name.partition("-")[0]
                 part = f"{number}-{hashlib.sha256(moved).hexdigest()[:12]}.jsonl"
                 self._objects.write(self._full(f"{target}{_PARTS}/{part}"), moved)
-                self._objects.remove_all(wanted)
+                for path in wanted:
+                    if rest := b"".join(row for row in rows[path] if not is_wanted(row)):
+                        self._objects.write(path, rest)
+                self._objects.remove_all([p for p, lines in wanted.items() if lines == rows[p]])
 
     def make_durable(self, rel: str) -> None:
         """Flush a local file that somebody else wrote, and its folder, to the device."""

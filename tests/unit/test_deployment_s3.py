@@ -153,6 +153,10 @@ def test_rows_are_set_aside_together(store: Store) -> None:
     assert [row["n"] for row in store.read_jsonl("old.jsonl").rows] == [5, 6, 7]
     store.set_rows_aside("rows.jsonl", lambda row: int(row[5:6]) > 4, "old.jsonl")
     assert len(store.list("old.jsonl.parts")) == 1
+    store.append_rows("rows.jsonl", [{"n": 6}, {"n": 3}, {"n": 7}])
+    store.set_rows_aside("rows.jsonl", lambda row: int(row[5:6]) > 4, "later.jsonl")
+    assert [row["n"] for row in store.read_jsonl("rows.jsonl").rows] == [0, 1, 2, 3, 4, 3]
+    assert [row["n"] for row in store.read_jsonl("later.jsonl").rows] == [6, 7]
 
 
 def test_patterns_tell_what_fails(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -161,11 +161,11 @@ class FullStore(Store):
         super().__init__(root)
         self.failures = failures
 
-    def append_jsonl(self, rel: str, row: dict[str, Any]) -> None:
+    def append_rows(self, rel: str, rows: Sequence[Mapping[str, Any]]) -> None:
         if self.failures:
             self.failures -= 1
             raise StorageFull("no space left")
-        super().append_jsonl(rel, row)
+        super().append_rows(rel, rows)
 
 
 async def test_a_full_disk_costs_the_rows_that_met_it(tmp_path: Path) -> None:
@@ -185,9 +185,9 @@ class HangingStore(Store):
         super().__init__(root)
         self.let_go = threading.Event()
 
-    def append_jsonl(self, rel: str, row: dict[str, Any]) -> None:
+    def append_rows(self, rel: str, rows: Sequence[Mapping[str, Any]]) -> None:
         assert self.let_go.wait(DEADLINE_S)
-        super().append_jsonl(rel, row)
+        super().append_rows(rel, rows)
 
 
 async def test_a_hanging_storage_neither_grows_nor_holds_up(tmp_path: Path) -> None:
@@ -200,6 +200,34 @@ async def test_a_hanging_storage_neither_grows_nor_holds_up(tmp_path: Path) -> N
     writer.put("rows.jsonl", {"number": 100})
     assert writer.lost == 97
     store.let_go.set()
+
+
+async def test_rows_for_a_bucket_are_gathered(tmp_path: Path) -> None:
+    """Each write to it is an object; what waits for the end is written by the end."""
+    store = Store(f"memory://bucket/{tmp_path.name}")
+    writer = RowWriter(store, max_queued_rows=8)
+    for number in range(3):
+        writer.put("a.jsonl", {"number": number})
+        writer.put("b.jsonl", {"number": number})
+        await asyncio.sleep(0)
+    assert store.list("") == [], "neither the time nor the queue's half is over"
+    await writer.aclose()
+    for name in ("a", "b"):
+        assert [row["number"] for row in store.read_jsonl(f"{name}.jsonl").rows] == [0, 1, 2]
+        assert len(store.list(f"{name}.jsonl.parts")) == 1
+    assert writer.lost == 0
+
+
+async def test_a_half_full_queue_is_written_at_once(tmp_path: Path) -> None:
+    store = Store(f"memory://bucket/{tmp_path.name}")
+    writer = RowWriter(store, max_queued_rows=8)
+    for number in range(6):
+        writer.put("a.jsonl", {"number": number})
+    async with asyncio.timeout(5):
+        while len(store.read_jsonl("a.jsonl").rows) < 6:
+            await asyncio.sleep(0.01)
+    await writer.aclose()
+    assert writer.lost == 0
 
 
 async def test_a_snapshot_that_raises_ends_the_observation_only(tmp_path: Path) -> None:
