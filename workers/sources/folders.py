@@ -36,9 +36,8 @@ def staged(folder: Path) -> Iterator[Path]:
     if folder.exists():
         raise FileExistsError(f"{folder} exists already")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    prefix = f".{folder.name}.preparing-{platform.node()}-"
-    _remove_leftovers(folder.parent, prefix)
-    stage = folder.parent / f"{prefix}{os.getpid()}-{secrets.token_hex(4)}"
+    _remove_leftovers(folder.parent, _prefix(folder))
+    stage = _sibling(folder)
     stage.mkdir()
     try:
         yield stage
@@ -50,6 +49,13 @@ def staged(folder: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(stage, ignore_errors=True)
         raise
+
+
+def discard(folder: Path) -> None:
+    """Delete ``folder``, at once to whoever looks; ``staged`` deletes what a kill leaves of it."""
+    aside = _sibling(folder)
+    folder.rename(aside)
+    shutil.rmtree(aside)
 
 
 def inventory(folder: Path) -> list[dict[str, Any]]:
@@ -75,6 +81,15 @@ def copy_companions(source: Path, target: Path) -> None:
     for path in sorted(source.iterdir()):
         if path.is_file() and path.name != MARKER and not is_weight_file(path):
             shutil.copyfile(path, target / path.name)
+
+
+def _prefix(folder: Path) -> str:
+    return f".{folder.name}.preparing-{platform.node()}-"
+
+
+def _sibling(folder: Path) -> Path:
+    """A name beside ``folder`` that tells whose it is."""
+    return folder.parent / f"{_prefix(folder)}{os.getpid()}-{secrets.token_hex(4)}"
 
 
 def _remove_leftovers(parent: Path, prefix: str) -> None:

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from activities.storage import layout
 from activities.storage.atomic import storage_errors
 from activities.storage.host_cache import transfer_folder
-from activities.storage.local_copy import has_folder, local_folder, put_folder
+from activities.storage.local_copy import FILES, has_folder, local_folder, put_folder
 from activities.storage.settled import is_settled
 from activities.storage.store import Store
 from configs.run import RunSpec
@@ -25,7 +25,7 @@ from configs.sglang_model_checks import problems_of_cut
 from models.errors import ConfigurationError
 from workers.engines.native.model_shape import read_model_shape
 from workers.engines.sglang.own_head import require_own_head
-from workers.sources.folders import MARKER, inventory, is_as_made, staged
+from workers.sources.folders import MARKER, discard, inventory, is_as_made, staged
 from workers.sources.origins import BucketOrigin, FolderOrigin, Origin, origin_of
 
 _log = structlog.get_logger(__name__)
@@ -64,7 +64,7 @@ def prepare_model(spec: RunSpec, store: Store) -> PreparedModel:
     if _may_be_made_anew(store) and _is_of_another_source(
         local_folder(store, layout.PREPARED_MODEL), identity
     ):
-        store.remove_tree(layout.PREPARED_MODEL)
+        _remove(store)
     if has_folder(store, layout.PREPARED_MODEL):
         _require_same(local_folder(store, layout.PREPARED_MODEL), identity)
     else:
@@ -88,6 +88,15 @@ def _make(store: Store, origin: Origin, identity: dict[str, Any]) -> None:
     with transfer_folder() as scratch:
         _build(origin, identity, scratch / "hf")
         put_folder(store, scratch / "hf", layout.PREPARED_MODEL)
+
+
+def _remove(store: Store) -> None:
+    """Delete the folder; what a kill leaves of it does not count, and is made anew."""
+    if store.is_local:
+        discard(_target(store))
+        return
+    store.remove_tree(f"{layout.PREPARED_MODEL}/{FILES}")
+    store.remove_tree(layout.PREPARED_MODEL)
 
 
 def _target(store: Store) -> Path:

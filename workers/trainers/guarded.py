@@ -268,14 +268,16 @@ class GuardedTrainer:
             return report
 
     def _clear_for_upload(self, uri: str) -> None:
-        """Remove an upload that broke off; refuse what is none."""
-        started = f"{uri}/{_UPLOADING}"
-        if self._store.list(uri, hidden=True) and not self._store.exists(started):
+        """Remove an upload that broke off, but for the mark that says so; refuse what is none."""
+        left = self._store.list(uri, hidden=True)
+        if left and _UPLOADING not in left:
             raise ContractViolation(
                 f"{self._store.root}/{uri} exists and is not a finished export; remove it first"
             )
-        self._store.remove_tree(uri)
-        self._store.write_bytes(started, b"")
+        self._store.write_bytes(f"{uri}/{_UPLOADING}", b"")
+        for name in left:
+            if name != _UPLOADING:
+                self._store.remove_tree(f"{uri}/{name}")
 
     def _probe(self) -> ExportProbe:
         """The first held-out prompt, else the first training prompt."""

@@ -11,6 +11,7 @@ from activities.rollout.collection_file import write_collection
 from activities.storage import layout
 from activities.storage.host_cache import CACHE_DIR
 from activities.storage.local_copy import has_folder
+from activities.storage.objects import ObjectStore
 from activities.storage.store import Store
 from models.checkpoint import CheckpointMarker, PolicyClock
 from models.errors import ContractViolation, DigestMismatch, ServiceUnreachable, StaleFence
@@ -238,6 +239,34 @@ def test_a_remote_export_is_whole_or_done_again(make_spec, model_dir, remote, mo
     remote.write_bytes("mine/notes.txt", b"not an export")
     with pytest.raises(ContractViolation, match="is not a finished export"):
         trainer.export(token(attempt=3), "mine")
+
+
+class Killed(BaseException):
+    """The process ended there."""
+
+
+def test_an_upload_that_is_killed_while_it_clears_one_before_is_done_again(
+    make_spec, model_dir, remote, monkeypatch
+):
+    """Objects go one by one in any order: the mark must not be among the first."""
+    monkeypatch.setattr(guarded, "load_prompts", lambda _, split: [question()])
+    for name in (".uploading", "config.json", "model.safetensors"):
+        remote.write_bytes(f"export-hf/{name}", b"torn")
+
+    def remove_first(store, path):
+        first = sorted(store.find(path) or [path])[0]
+        remove_all(store, [first])
+        raise Killed
+
+    remove_all = ObjectStore.remove_all
+    trainer = GuardedTrainer(LocalTrainer(make_spec(), model_dir), remote)
+    with monkeypatch.context() as patch:
+        patch.setattr(ObjectStore, "remove", remove_first)
+        with pytest.raises(Killed):
+            trainer.export(token(), "export-hf")
+    assert len(remote.list("export-hf", hidden=True)) == 2
+    trainer.export(token(attempt=2), "export-hf")
+    assert has_folder(remote, "export-hf")
 
 
 def test_final_export_answers_the_first_held_out_question(make_guarded, store, monkeypatch):

@@ -15,9 +15,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from activities.storage.host_cache import CACHE_DIR
 from activities.storage.local_copy import put_folder
+from activities.storage.objects import ObjectStore
 from activities.storage.store import Store
 from models.errors import ConfigurationError
-from workers.sources import origins
+from workers.sources import folders, origins
 from workers.sources.folders import staged
 from workers.sources.gguf import convert_gguf
 from workers.sources.model import prepare_model
@@ -69,8 +70,7 @@ def test_an_export_in_a_bucket_is_copied(make_spec, model_dir, store, tmp_path, 
 def test_another_source_is_refused_and_says_what_changed(make_spec, model_dir, store):
     spec = make_spec(model={"source": str(model_dir)})
     prepare_model(spec, store)
-    config = json.loads((model_dir / "config.json").read_text())
-    (model_dir / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1.0}))
+    change_source(model_dir)
     store.write_json("rollouts/0000000.e1.json", {})
     with pytest.raises(ConfigurationError, match=r"prepared from another model \(identity\.source"):
         prepare_model(spec, store)
@@ -79,10 +79,65 @@ def test_another_source_is_refused_and_says_what_changed(make_spec, model_dir, s
 def test_what_a_failed_start_left_gives_way_to_a_corrected_source(make_spec, model_dir, store):
     spec = make_spec(model={"source": str(model_dir)})
     prepare_model(spec, store)  # and then the start failed: nothing was sampled
-    config = json.loads((model_dir / "config.json").read_text())
-    (model_dir / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1.0}))
+    change_source(model_dir)
     prepared = prepare_model(spec, store)
     assert json.loads((prepared.path / "config.json").read_text())["rms_norm_eps"] == 1.0
+
+
+class Killed(BaseException):
+    """The process ended there."""
+
+
+def change_source(model_dir: Path) -> None:
+    config = json.loads((model_dir / "config.json").read_text())
+    (model_dir / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1.0}))
+
+
+def test_a_kill_while_a_folder_gives_way_leaves_none(make_spec, model_dir, store, monkeypatch):
+    spec = make_spec(model={"source": str(model_dir)})
+    prepare_model(spec, store)
+    change_source(model_dir)
+
+    def remove_marker(folder):
+        (folder / "workflow-model.json").unlink()  # files go in any order
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folders.shutil, "rmtree", remove_marker)
+        with pytest.raises(Killed):
+            prepare_model(spec, store)
+    assert not store.exists("prepared/hf")
+    monkeypatch.setattr(folders.psutil, "pid_exists", lambda _: False)
+    prepared = prepare_model(spec, store)
+    assert json.loads((prepared.path / "config.json").read_text())["rms_norm_eps"] == 1.0
+    assert store.list("prepared", hidden=True) == ["hf"]
+
+
+def test_a_kill_while_a_folder_in_a_bucket_gives_way_leaves_none(
+    make_spec, model_dir, tmp_path, monkeypatch
+):
+    monkeypatch.setenv(CACHE_DIR, str(tmp_path / "cache"))
+    remote = Store(f"memory://bucket/{tmp_path.name}")
+    spec = make_spec(model={"source": str(model_dir)})
+    prepare_model(spec, remote)
+    change_source(model_dir)
+
+    def remove_weights(store, path):
+        if path.endswith(".json"):
+            remove(store, path)
+            return
+        remove(store, f"{path}/model.safetensors")
+        raise Killed
+
+    remove = ObjectStore.remove
+    with monkeypatch.context() as patch:
+        patch.setattr(ObjectStore, "remove", remove_weights)
+        with pytest.raises(Killed):
+            prepare_model(spec, remote)
+    monkeypatch.setenv(CACHE_DIR, str(tmp_path / "another host"))
+    prepared = prepare_model(spec, remote)
+    assert json.loads((prepared.path / "config.json").read_text())["rms_norm_eps"] == 1.0
+    assert (prepared.path / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize(
