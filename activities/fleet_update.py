@@ -21,6 +21,8 @@ from models.errors import EngineLost, ServiceUnreachable
 from models.ports import EngineHandle
 from models.publication import EngineConfirmation, EngineFailure
 
+_BEFORE_LOAD = (Phase.WAKE, Phase.INSPECT, Phase.PAUSE)
+
 _log = structlog.get_logger(__name__)
 
 
@@ -95,13 +97,17 @@ async def _round(
         updates = [EngineUpdate(site, order, engine) for engine in engines]
         for update in updates:
             await stack.enter_async_context(aclosing(update))
+        direct = order.weights.transport != "disk"
         for phase in Phase:
             with trace.part(phase.value):
-                if phase is Phase.LOAD and order.weights.transport != "disk":
+                if phase is Phase.LOAD and direct:
                     await send_buckets(site, order, updates, trace)
                 else:
                     await _everywhere(updates, phase, trace)
             if any(update.failure is not None for update in updates):
+                if direct and phase in _BEFORE_LOAD:
+                    # An engine that starts on the trainer's GPU counts on what is free there.
+                    await site.fleet.trainer(order.run).drop_bucket(order.token)
                 break
         return updates
 

@@ -2,7 +2,7 @@
 
 ::
 
-    heal -> export or offer -> [begin] -> engines -> routing -> [end] -> folder
+    heal, export or offer -> [begin] -> engines -> routing -> [end] -> folder
 
 The steps in brackets are the producer's boundary in a fully async run. Whatever fails between them
 leaves the boundary closed and engines that nobody confirmed paused; the next attempt, or the next
@@ -11,6 +11,8 @@ epoch, goes the whole way again, and what it finds done moves nothing.
 
 import asyncio
 import time
+from collections.abc import Awaitable
+from typing import TypeVar, cast
 
 import structlog
 
@@ -28,6 +30,7 @@ from activities.timing import timed
 from configs.run import RunSpec
 from models.errors import EngineLost, ServiceUnreachable
 from models.ids import FenceToken
+from models.ports import EngineHandle
 from models.publication import PublicationReport, PublishRequest, WeightsRef
 from models.routing import EngineState
 
@@ -36,6 +39,9 @@ FOLDER = "folder"
 ROUTING = "routing"
 
 _log = structlog.get_logger(__name__)
+
+A = TypeVar("A")
+B = TypeVar("B")
 
 
 async def publish(site: Site, request: PublishRequest, token: FenceToken) -> PublicationReport:
@@ -76,18 +82,26 @@ async def _make_live(
     site: Site, request: PublishRequest, token: FenceToken, spec: RunSpec, trace: PublicationTrace
 ) -> PublicationReport:
     run = request.run
-    with trace.part(BOUNDARY):
-        await restart_engines(site, run, token)
     direct = spec.publication_transport != "disk"
     trainer = site.fleet.trainer(run)
-    with trace.part(EXPORT):
-        export = trainer.offer_weights if direct else trainer.export_weights
-        weights = await export(token, request.version)
+
+    async def heal() -> tuple[EngineHandle, ...]:
+        with trace.part(BOUNDARY):
+            await restart_engines(site, run, token)
+            return await site.fleet.engines(run)
+
+    async def export() -> WeightsRef:
+        with trace.part(EXPORT):
+            if direct:
+                return await trainer.offer_weights(token, request.version)
+            return await trainer.export_weights(token, request.version)
+
+    engines, weights = await _both(heal(), export())
     order = LoadOrder(run, token, weights, update_timeout_s(spec))
     if spec.fully_async:
         updated = await _publish_past_router_loss(site, order, spec, trace)
     else:
-        updated = await update_fleet(site, order, await site.fleet.engines(run), trace)
+        updated = await update_fleet(site, order, engines, trace)
         with trace.part(ROUTING):
             await route(site, run, token, updated.engines, weights)
     if direct and spec.fully_async:
@@ -159,6 +173,15 @@ async def _update_rolling(
                 timeout_s = spec.inference.drain_timeout_s
                 return await RollingUpdate(site, order, router, timeout_s, trace).run(routed)
     return await _update_at_once(site, order, spec, trace)
+
+
+async def _both(first: Awaitable[A], second: Awaitable[B]) -> tuple[A, B]:
+    """Both results; raises when both have ended, the first one's error before the second's."""
+    ends = await asyncio.gather(first, second, return_exceptions=True)
+    for end in ends:
+        if isinstance(end, BaseException):
+            raise end
+    return cast("tuple[A, B]", tuple(ends))
 
 
 def _report(

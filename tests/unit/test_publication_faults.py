@@ -45,6 +45,36 @@ def served(bench: PublicationBench) -> list[tuple[str, int, bool]]:
     return [(each.name, each.version, each.paused) for each in bench.fleet.engine_list]
 
 
+@pytest.mark.parametrize("healthy", [True, False])
+async def test_the_fleet_is_healed_while_the_trainer_exports(
+    bench: PublicationBench, healthy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What fails there is told when the export has ended as well."""
+    await bench.publish(0)
+    healing = asyncio.Event()
+    heal_engines = bench.fleet.heal_engines
+
+    async def heal(*arguments: Any) -> Any:
+        healing.set()
+        if not healthy:
+            raise StaleFence("another epoch owns the root")
+        return await heal_engines(*arguments)
+
+    monkeypatch.setattr(bench.fleet, "heal_engines", heal)
+    gate = bench.fleet.script.hold("export_weights 1")
+    publishing = asyncio.create_task(bench.publish(1))
+    async with asyncio.timeout(DEADLINE_S):
+        await bench.fleet.script.reached("export_weights 1")
+        await healing.wait()
+    assert not publishing.done()
+    gate.set()
+    if healthy:
+        assert (await asyncio.wait_for(publishing, DEADLINE_S)).version == 1
+        return
+    with pytest.raises(StaleFence, match="another epoch"):
+        await asyncio.wait_for(publishing, DEADLINE_S)
+
+
 @pytest.mark.parametrize("bench", ["refresh", "barrier"], indirect=True)
 async def test_each_phase_ends_on_every_engine_before_the_next(bench: PublicationBench) -> None:
     await bench.publish(0)

@@ -48,7 +48,8 @@ class ReceivingClient(FakeEngineClient):
         assert flush_cache == (version is not None)
         await self.script.play(f"receive {self.engine.name} {version}")
         if version is not None:
-            self.engine.version, self.engine.loaded = version, checksums_of(version)
+            self.engine.version, self.engine.mark = version, ""
+            self.engine.loaded = checksums_of(version)
 
 
 class BroadcastFleet(FakeFleet):
@@ -180,6 +181,22 @@ async def test_an_engine_that_refuses_keeps_its_own_words(bench: PublicationBenc
     # The survivor went into a group with the replacement.
     assert bench.fleet.numbers == 2  # type: ignore[attr-defined]
     assert [engine.version for engine in bench.fleet.engine_list] == [1, 1]
+
+
+async def test_nobody_starts_an_engine_beside_a_bucket_that_was_offered(
+    bench: PublicationBench,
+) -> None:
+    """It would count on the memory that the trainer gives up later."""
+    await bench.publish(0)
+    del bench.log[:]
+    for engine in bench.fleet.engine_list:
+        engine.paused, engine.mark = True, "released:kv_cache,weights"
+    bench.fleet.script.fail("wake engine-1", ServiceUnreachable("no answer"))
+    report = await bench.publish(1)
+    assert [(each.engine, each.phase) for each in report.replaced] == [("engine-1", "wake")]
+    assert seen(bench, "drop", "replace", "broadcast") == [
+        "drop", "replace engine-1", "broadcast 0 g2", "broadcast 1 g2", "drop",
+    ]  # fmt: skip
 
 
 async def test_engines_that_never_meet_are_lost(bench: PublicationBench) -> None:
