@@ -86,12 +86,15 @@ async def _heal(
     site: Site, run: RunRef, token: FenceToken, timeout_s: float, hung: Sequence[str] = ()
 ) -> None:
     fresh = await restart_engines(site, run, token, hung)
+    rows = await _seen_by_router(site, run)
+    if rows is None and not fresh:
+        return
     weights, engines = await asyncio.gather(
         site.fleet.trainer(run).exported(), site.fleet.engines(run)
     )
     if weights is None:
         return
-    unsure = await _unsure(site, run, engines, fresh, weights)
+    unsure = _unsure(engines, fresh, weights, rows)
     if not unsure:
         return
     _log.info("loading engines", engines=[engine.name for engine in unsure])
@@ -272,21 +275,17 @@ async def _given_up(site: Site, run: RunRef) -> tuple[str, ...]:
     return tuple(each.name for each in live if (each.name, each.incarnation) in given_up)
 
 
-async def _unsure(
-    site: Site,
-    run: RunRef,
+def _unsure(
     engines: Sequence[EngineHandle],
     fresh: Sequence[EngineHandle],
     weights: WeightsRef,
+    rows: Sequence[RoutedEngineStatus] | None,
 ) -> list[EngineHandle]:
     """Engines to load or verify: the fresh ones, and those that the router does not route to.
 
-    Without a router the producer keeps what it was told, so the fresh ones are all there is.
+    ``rows``: as the router sees them. None without a router: the producer keeps what it was told,
+    so the fresh ones are all there is.
     """
-    try:
-        rows = await _rows(site, run)
-    except (EngineLost, ServiceUnreachable):
-        rows = ()
     if rows is None:
         return list(fresh)
     known = {
@@ -300,6 +299,14 @@ async def _unsure(
         for engine in engines
         if engine in fresh or (engine.name, engine.incarnation, engine.url) not in known
     ]
+
+
+async def _seen_by_router(site: Site, run: RunRef) -> tuple[RoutedEngineStatus, ...] | None:
+    """``_rows``; none of a router that is dead or does not answer."""
+    try:
+        return await _rows(site, run)
+    except (EngineLost, ServiceUnreachable):
+        return ()
 
 
 async def _router_is_lost(site: Site, run: RunRef) -> bool:
