@@ -65,6 +65,8 @@ class StopRequest(Carried):
 
     reason: str = ""
     checkpoint: bool = True
+    restarts: bool = False
+    """The run is started again at once: who waits for its end waits for that one's."""
 
 
 class ClaimResult(Carried):
@@ -188,6 +190,8 @@ class RunOutcome(Carried):
     evaluation: EvaluationReport | None = None
     submission: EvaluationSubmission | None = None
     error: str | None = None
+    restarts: bool = False
+    """Stopped by somebody who starts it again at once."""
 
 
 class RecordRequest(Frozen):

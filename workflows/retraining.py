@@ -101,7 +101,20 @@ class Retraining:
         failure = child.exception()
         if self._cancelled:
             raise asyncio.CancelledError
-        return "" if failure is None else str(_failure_of(failure))
+        if failure is not None:
+            return str(_failure_of(failure))
+        if child.result().restarts:  # somebody rewinds it
+            await self._restarted(plan.run_id)
+        return ""
+
+    async def _restarted(self, run_id: str) -> None:
+        """Wait for the end of the run that goes on under this id; a cancellation ends it."""
+        call = self._calls.run(options.AWAIT_TRAINING, run_id, None, run_id)
+        waiting = asyncio.ensure_future(call)
+        await self._settled(waiting, run_id)
+        if self._cancelled:
+            raise asyncio.CancelledError
+        waiting.result()
 
     async def _settled(self, task: "asyncio.Future[Any]", run_id: str = "") -> None:
         """Wait until ``task`` is done. A cancellation is noted, and asks the run to end.

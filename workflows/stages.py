@@ -275,6 +275,11 @@ class RunStages:
             evaluation=progress.evaluation,
             submission=progress.submission,
             error=progress.error,
+            restarts=(
+                progress.state is RunState.STOPPED
+                and progress.stop is not None
+                and progress.stop.restarts
+            ),
         )
 
     def note_recovery(self, failure: Failure) -> Failure | None:

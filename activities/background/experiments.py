@@ -1,5 +1,6 @@
 """What Temporal knows of background evaluations, asked from within an activity."""
 
+import asyncio
 from datetime import timedelta
 from typing import Protocol
 
@@ -10,6 +11,9 @@ from temporalio.service import RPCError, RPCStatusCode
 from models.errors import ServiceUnreachable
 
 RPC_TIMEOUT = timedelta(seconds=10)
+RESTART_S = 300.0
+"""Between the stop of a run that is rewound and its start; all of them, if there are several."""
+RESTART_POLL_S = 1.0
 
 
 class Experiments(Protocol):
@@ -24,7 +28,11 @@ class Experiments(Protocol):
         ...
 
     async def closed(self, experiment_id: str) -> None:
-        """Return when it does not run any more, however it ended."""
+        """Return when it does not run any more, however it ended.
+
+        A run that was stopped to be started again (a rewind) is waited for ``RESTART_S`` seconds,
+        and then to its end.
+        """
         ...
 
 
@@ -44,11 +52,20 @@ class TemporalExperiments:
 
     async def closed(self, experiment_id: str) -> None:
         """See ``Experiments``."""
+        for _ in range(round(RESTART_S / RESTART_POLL_S)):
+            if not await self._ends_to_restart(experiment_id):
+                return
+            await asyncio.sleep(RESTART_POLL_S)
+
+    async def _ends_to_restart(self, experiment_id: str) -> bool:
+        """Wait for the end of the newest execution; whether somebody is to start another one."""
         handle = activity.client().get_workflow_handle(experiment_id)
         try:
-            await handle.result()
+            outcome = await handle.result()
         except WorkflowFailureError:
-            return
+            return False
         except RPCError as error:
-            if error.status is not RPCStatusCode.NOT_FOUND:
-                raise ServiceUnreachable(f"Temporal does not answer: {error.message}") from error
+            if error.status is RPCStatusCode.NOT_FOUND:
+                return False
+            raise ServiceUnreachable(f"Temporal does not answer: {error.message}") from error
+        return isinstance(outcome, dict) and bool(outcome.get("restarts"))

@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +13,13 @@ from temporalio.exceptions import ApplicationError
 
 from activities.storage import layout
 from activities.storage.store import Store
+from models.checkpoint import RewindRequest
 from models.errors import NonFiniteLoss
 from models.retraining import Decision, RetrainingOutcome
+from models.run import StopRequest
 from tests.support.retraining_rig import RetrainingDesk, RetrainingFleet
+from workers.cli.place import Place
+from workers.cli.rewind_session import RewindSession
 from workflows.options import CONTROL_QUEUE
 
 pytestmark = pytest.mark.workflow
@@ -202,6 +207,67 @@ async def test_a_run_that_is_there_already_is_joined(firings: Firings) -> None:
     gate.set()
     outcome = await handle.result()
     assert (outcome.decision, outcome.record) == (Decision.PROMOTED, 2)
+
+
+def rewinding(firings: Firings, updates: int) -> Any:
+    """A rewind of the run of the firing at three o'clock."""
+    place = Place(firings.stage.client.service_client.config.target_host)
+    run_id = f"train/{firings.desk.name}-2026-01-05T030000Z"
+    session = RewindSession(place, run_id, RewindRequest(updates=updates), None, run_id, ())
+    return asyncio.create_task(session.run(StopRequest(reason="back"), 30))
+
+
+async def rewound_firing(firings: Firings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A firing whose run was stopped after three updates of four and goes on after one."""
+    monkeypatch.setenv("PERDURE_LAUNCH_RECEIPTS", str(tmp_path / "launches"))
+    desk, script = firings.desk, firings.fleet.script
+    desk.add_data("a.jsonl")
+    firings.fleet.scores(0.25, 0.5)
+    sections = {
+        "training": {"num_rollouts": 4, "save_interval": 1},
+        "core": {"checkpoint_keep_last": None},
+    }
+    gate = script.hold("collect 2")
+    handle = await firings.start("03:00:00", desk.request(config=desk.document(**sections)))
+    await script.reached("collect 2")
+    going = rewinding(firings, 1)
+    run = firings.stage.client.get_workflow_handle(f"train/{desk.name}-2026-01-05T030000Z")
+    async with asyncio.timeout(20):
+        while (await run.query("progress"))["stop"] is None:
+            await asyncio.sleep(0.05)
+    held = script.hold("collect 3")
+    gate.set()
+    await asyncio.wait_for(going, 30)
+    await script.reached("collect 3")
+    return handle, held
+
+
+async def test_a_firing_waits_for_its_run_when_it_is_rewound(
+    firings: Firings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle, held = await rewound_firing(firings, tmp_path, monkeypatch)
+    await firings.until_waiting(handle)
+    assert firings.desk.store.list(layout.LINEAGE) == []
+    held.set()
+    outcome = await asyncio.wait_for(handle.result(), 30)
+    assert (outcome.decision, outcome.record) == (Decision.PROMOTED, 1)
+    assert outcome.reason == "eval/heldout 0.5 after 0.25, better by 0.25, tolerance 0, n = 1"
+    assert firings.trained() == 6  # of four updates two again
+    assert firings.desk.store.list(layout.LINEAGE) == ["00000001.json"]
+
+
+async def test_a_canceled_firing_stops_its_run_also_after_a_rewind(
+    firings: Firings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle, _ = await rewound_firing(firings, tmp_path, monkeypatch)
+    await firings.until_waiting(handle)
+    await handle.cancel()
+    with pytest.raises(WorkflowFailureError):
+        await asyncio.wait_for(handle.result(), 30)
+    assert (await handle.describe()).status is WorkflowExecutionStatus.CANCELED
+    run = firings.stage.client.get_workflow_handle(f"train/{firings.desk.name}-2026-01-05T030000Z")
+    assert (await run.describe()).status is WorkflowExecutionStatus.CANCELED
+    assert firings.desk.store.list(layout.LINEAGE) == []
 
 
 async def test_a_run_of_a_firing_has_the_hard_limit_of_its_file(firings: Firings) -> None:

@@ -66,6 +66,7 @@ class RewindSession:
         await self._refuse_open_evaluations(client, store)
         is_open = view is not None and view.is_open
         stops = is_open and await self._goes_on(client)
+        stop = stop.model_copy(update={"restarts": True})
         if stops and stop.checkpoint:
             await asyncio.to_thread(self._require_kept, store, loaded)
         self._say_how(loaded, stop if stops else None)
