@@ -37,8 +37,8 @@ class CoreSection(Section):
     """Fail when the mean |trainer - behavior| log-prob gap exceeds this (nats)."""
     scoring_pass_required: bool = False
     """Score every collection in a forward pass of its own before it is trained on. A run with
-    several optimizer steps an update, a KL term or a dropout does so anyway; in others the training
-    forward supplies the log-probs before the update."""
+    several optimizer steps an update or a dropout does so anyway; in others the training forward
+    supplies the log-probs before the update."""
     scoring_check_interval: int = Field(default=50, ge=0)
     """Where no pass is required, compare one with the training forward in the first update of a
     process and at every multiple of so many optimizer steps; 0: in the first update only."""

@@ -39,7 +39,7 @@ def _loss_warnings(spec: RunSpec) -> Iterator[tuple[str, str]]:
         yield (
             "reference_policy_cost",
             "training.kl_loss_coef keeps a frozen copy of the model and scores every collection "
-            "twice before it is trained on, with that copy and with the policy",
+            "with it",
         )
     if training.dppo_divergence_type is not None and not (
         training.use_rollout_logprobs or spec.steps_per_update > 1

@@ -9,8 +9,9 @@ class ScoringPlan(NamedTuple):
     """The scoring pass of every update of a run.
 
     Without one the training forward supplies the log-probs before the update, so an update must be
-    one optimizer step: a second one would compute under newer weights. With a KL term the policy is
-    scored where its reference is: in a pass before the training.
+    one optimizer step: a second one would compute under newer weights. The KL term of the loss is
+    computed from that forward as well; only a KL penalty inside rewards, which there is none of,
+    would ask for log-probs before the advantages.
     """
 
     standalone: bool
@@ -32,6 +33,4 @@ def scoring_plan(spec: RunSpec, dropout: str | None = None) -> ScoringPlan:
     if spec.steps_per_update != 1:
         steps = f"{spec.steps_per_update} optimizer steps share one collection"
         return ScoringPlan(True, steps)
-    if spec.training.kl_loss_coef != 0:
-        return ScoringPlan(True, "training.kl_loss_coef compares the policy with its reference")
     return ScoringPlan(False, "the training forward is under the weights before the update")

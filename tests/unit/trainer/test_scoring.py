@@ -39,7 +39,6 @@ def test_the_pass_is_skipped_only_where_one_training_forward_can_stand_for_it(ma
     needed = {
         "core.scoring_pass_required": scoring_plan(make_spec(core=required)),
         "2 optimizer steps": scoring_plan(make_spec(training={"global_batch_size": 4})),
-        "training.kl_loss_coef": scoring_plan(make_spec(training={"kl_loss_coef": 0.01})),
         "resid_dropout": ScoringDecision(make_spec(), Config(a=1, resid_dropout=0.1)).plan,
     }
     for reason, plan in needed.items():
@@ -63,7 +62,6 @@ def test_a_check_is_due_in_the_first_update_of_a_process_and_on_the_interval(mak
     for needed in (
         make_spec(core=core | {"scoring_pass_required": True}),
         make_spec(core=core, training={"global_batch_size": 4}),
-        make_spec(core=core, training={"kl_loss_coef": 0.01}),
     ):
         assert not ScoringDecision(needed, Config()).check_due(0)
 
@@ -137,15 +135,6 @@ def test_one_pass_scores_the_samples_of_all_steps_before_the_first(
     (timing,), (profile,) = events(spec, "score_timing"), events(spec, "scores")
     assert timing["model_tokens"] == report.metrics["train/model_tokens"]
     assert (profile["source"], profile["active_tokens"]) == ("standalone", 36)
-
-
-def test_with_a_kl_term_a_scoring_pass_supplies_the_log_probs(make_spec, make_groups, model_dir):
-    spec = make_spec(training={"kl_loss_coef": 0.05})
-    LocalTrainer(spec, model_dir).optimize(0, "a", make_groups())
-    order = [event["event"] for event in events(spec)]
-    assert order == ["score_timing", "scores", "optimizer", "packing"]
-    assert events(spec, "scores")[0]["source"] == "standalone"
-    assert events(spec, "optimizer")[0]["scoring_pass"] == "standalone"
 
 
 def test_a_pass_that_the_engines_contradict_ends_the_update_before_any_training(
