@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from pathlib import Path
 
 import psutil
 import pytest
@@ -10,6 +11,7 @@ from fleet_rig import Run, commit, kill, publish, site_of, statuses, until, upda
 from activities.healing import heal
 from activities.loading import LoadOrder, load_engine
 from activities.storage import layout
+from activities.storage.store import Store
 from models.errors import ProducerLost, StaleFence, TrainerLost
 from models.rollout import CollectionManifest, CollectRequest
 from models.update import UpdateReport
@@ -20,8 +22,11 @@ from workers.source_digest import source_digest
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(180)]
 
 
-async def test_a_fresh_fleet_trains_saves_and_ends(fleet: RayFleet, make_unprepared_run):
-    run: Run = make_unprepared_run()
+async def test_a_fresh_fleet_trains_saves_and_ends(
+    fleet: RayFleet, make_unprepared_run, tmp_path: Path
+):
+    kernels = tmp_path / "kernels"
+    run: Run = make_unprepared_run(launch={"env": {"PERDURE_COMPILER_CACHE": str(kernels)}})
 
     report = await fleet.prepare(run.token(), run.request())
 
@@ -42,6 +47,18 @@ async def test_a_fresh_fleet_trains_saves_and_ends(fleet: RayFleet, make_unprepa
     assert await fleet.trainer(run.ref).exported() is not None
     checkpoint = await commit(fleet, run, 0)
     assert checkpoint.policy_version == 1
+
+    compiled = scratch_folder(run.ref.root) / "compiler-trainer" / "triton" / "k" / "k.cubin"
+    compiled.parent.mkdir(parents=True)
+    compiled.write_bytes(b"code")
+    await fleet.publish_caches(run.ref)
+    rows = Store(run.ref.root).read_jsonl(layout.COMPILER_CACHE).rows
+    assert [(row["work"], row["outcome"], row.get("actor")) for row in rows] == [
+        ("restore", "miss", None),
+        ("publish", "published", "trainer"),
+        ("publish", "unchanged", "engine-0"),
+    ]
+    assert list(kernels.glob("trainer-cpu-*/CURRENT.json"))
 
     pids = [actor.pid for actor in (await statuses(fleet, run)).values()]
     await fleet.teardown(run.ref)
