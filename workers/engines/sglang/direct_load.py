@@ -52,6 +52,9 @@ class DirectLoad:
             model.load_weights(tensors)
             self._possible = places.hold(tensors)
             self._proved = model if self._possible else None
+        if flat.is_cuda:
+            # Whoever is told that it is loaded fills the memory anew.
+            torch.cuda.current_stream(flat.device).synchronize()
 
 
 class _Places:
