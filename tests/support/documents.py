@@ -9,6 +9,8 @@ ROOT = Path(__file__).resolve().parents[2]
 FENCE = re.compile(r"^\s*```(\w*)")
 COMMENT = re.compile(r"\s+#\s.*$")
 CODE = re.compile(r"`([^`]+)`")
+MENTIONED = re.compile(r"(\w+=\S+ )*((perdure|poe|docker|python) |scripts/|\. |temporal .* -)")
+"""Begin of a command in running text; ``temporal`` with verbs alone names a command."""
 LINK = re.compile(r"\[[^\]]*\]\(([^()\s]+)\)")
 HEADING = re.compile(r"^#{1,6} (.+)$")
 
@@ -52,15 +54,20 @@ def commands() -> dict[str, list[str]]:
 
 
 def mentioned() -> dict[str, list[str]]:
-    """Every other ``perdure ...`` in running text -> where."""
+    """Every other command in running text -> where; it may go on in the next line.
+
+    Verbs without their arguments are among them.
+    """
     found: dict[str, list[str]] = {}
     told = commands()
     for document in documents():
-        for line in lines(document):
-            if line.language is None:
-                for code in CODE.findall(line.text):
-                    if code.startswith("perdure ") and code not in told:
-                        found.setdefault(code, []).append(line.place)
+        name = document.relative_to(ROOT).as_posix()
+        prose = "\n".join(_prose(document))
+        for code in CODE.finditer(prose):
+            command = " ".join(code[1].split())
+            if MENTIONED.match(command) and command not in told:
+                line = prose.count("\n", 0, code.start()) + 1
+                found.setdefault(command, []).append(f"{name}:{line}")
     return found
 
 
@@ -88,6 +95,15 @@ def links(document: Path) -> Iterator[tuple[str, str]]:
             for target in LINK.findall(line.text):
                 if "://" not in target:
                     yield line.place, target
+
+
+def _prose(document: Path) -> Iterator[str]:
+    """Every line of a document; nothing stands for a line of a code block."""
+    inside = False
+    for text in document.read_text().splitlines():
+        fence = FENCE.match(text) is not None
+        yield "" if inside or fence else text
+        inside ^= fence
 
 
 def _console(document: Path) -> Iterator[tuple[str, str]]:

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import random
 import signal
+import subprocess
 import time
 import uuid
 from collections.abc import Iterator
@@ -136,6 +137,14 @@ def test_a_missing_or_damaged_record_is_told(tmp_path: Path) -> None:
     (tmp_path / layout.lineage_record(1)).write_text("{}")
     with pytest.raises(ContractViolation, match="is no lineage record"):
         read_lineage(store)
+
+
+def test_the_digest_of_a_folder_is_what_the_guide_computes(tmp_path: Path) -> None:
+    for name, content in (("b.bin", b"\0" * 9), ("B.json", b"{}"), ("a", b""), (".hidden", b"x")):
+        (tmp_path / name).write_bytes(content)
+    shell = "LC_ALL=C sha256sum * | sha256sum"
+    done = subprocess.run(shell, shell=True, cwd=tmp_path, capture_output=True, check=True)
+    assert digest_folder(str(tmp_path)).digest == done.stdout.split()[0].decode()
 
 
 def require_servable(root: Path) -> int:
