@@ -30,6 +30,9 @@ def rank_rows(root: str, trainer: Row, *, is_local: bool) -> list[Row]:
     begun = {event.rank: event for event in events if not event.ended}
     ends = {event.incarnation: event for event in reversed(events) if event.ended}
     first = trainer | _failure(0, trainer["attempt"], trainer, ends)
+    seen = seen_alive(trainer["pid"], trainer["host"], is_local=is_local)
+    if seen is None and trainer["attempt"] in ends and trainer["state"] == "running":
+        first |= {"state": "lost", "age_s": None}
     return [first, *(_row(begun[rank], trainer, ends, is_local) for rank in sorted(begun))]
 
 
