@@ -39,7 +39,7 @@ STEPS: dict[Phase, tuple[str, ...]] = {
     Phase.STOP: ("perdure stop .*",),
     Phase.AFTER: (
         *("python export-hf.py", "cd .*sha256sum", "scripts/quickstart --tiny"),
-        *("perdure evaluation resubmit .*", "perdure run configs/.*", "perdure doctor .*"),
+        *("perdure run configs/.*", "perdure doctor .*"),
     ),
     Phase.AGAIN: (
         *("perdure fork .*", "perdure run runs/.*", "perdure rewind .*"),
@@ -51,8 +51,8 @@ STEPS: dict[Phase, tuple[str, ...]] = {
         *("perdure run mine.*", "TEMPORAL_ADDRESS=.*", "python -m .*"),
     ),
     Phase.LAST: (
-        *("python -c .*", "chmod .*", "export PERDURE_PAYLOAD.*", "perdure down"),
-        "perdure codec-server .*",
+        *("python -c .*", "chmod .*", "perdure evaluation resubmit .*"),
+        *("export PERDURE_PAYLOAD.*", "perdure down", "perdure codec-server .*"),
     ),
 }
 """Patterns of commands in the order in which they are typed; every other command is free."""
@@ -70,7 +70,7 @@ PLACEHOLDERS = {
     rf"(?<=^perdure stop ){RUN}\b": SECOND,
     # shorter, or at a port that is free
     r"(?<=learning_rate=4e-5)$": " --set training.num_rollouts=9",
-    r"(?<=data.seed=18)$": " --set training.num_rollouts=3",
+    r"(?<=data.seed=18)$": " --set training.num_rollouts=3 --set model.tiny.warmup_accuracy=0",
     r"(?<=^perdure model tiny --out models/tiny)$": " --warmup-accuracy 0",
     r"(?<=^perdure codec-server)$": " --port 0",
     r"(?<=^python -m workers.alive)$": " temporal.example:7233",

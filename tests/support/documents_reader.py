@@ -12,7 +12,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import sysconfig
 import time
 import venv
 from contextlib import ExitStack
@@ -57,7 +56,7 @@ STAND_INS = {
     SECOND: {"warmup_accuracy": "0", "num_rollouts": "1000000"},
     BESIDE: {
         "name": f'"{BESIDE}"',
-        "root": f'"runs/{BESIDE}"\nexport_hf = true',
+        "root": f'"runs/{BESIDE}"',
         "warmup_accuracy": "0",
         "num_rollouts": "2",
         "server_concurrency": '128\n[evaluation]\nmode = "background"\ninitial = false',
@@ -130,8 +129,9 @@ class Reader:
         """An environment that has the packages of this one."""
         venv.create(folder, symlinks=True)
         (packages,) = folder.glob("lib/python*/site-packages")
-        here = sysconfig.get_path("purelib")
-        (packages / "here.pth").write_text(f"import site; site.addsitedir({here!r})\n")
+        here = [each for each in sys.path if each.endswith("-packages")]
+        added = "".join(f"import site; site.addsitedir({each!r})\n" for each in here)
+        (packages / "here.pth").write_text(added)
         program = folder / "bin/perdure"
         program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -P -m workers "$@"\n')
         program.chmod(0o755)
