@@ -4,9 +4,11 @@ import asyncio
 import gzip
 import json
 import socket
+from contextlib import asynccontextmanager
 
 import httpx
 import pytest
+import uvloop
 
 from activities.wire.lanes import LaneTransport
 
@@ -39,14 +41,20 @@ class Server:
             writer.close()
 
 
-@pytest.fixture
-async def server():
+@asynccontextmanager
+async def listening():
     made = Server()
     listener = await asyncio.start_server(made.serve, "127.0.0.1", 0)
     made.url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
     yield made
     made.go.set()
     listener.close()
+
+
+@pytest.fixture
+async def server():
+    async with listening() as made:
+        yield made
 
 
 @pytest.fixture
@@ -169,3 +177,19 @@ async def test_nobody_there_is_a_connect_error(http):
 async def test_a_header_that_http_does_not_take_is_not_sent(server, http):
     with pytest.raises(httpx.LocalProtocolError):
         await http.post(server.url, json=1, headers={"x-bad": "two\nlines"})
+
+
+def test_calls_are_made_under_the_loop_of_an_actor():
+    """Ray's actors run uvloop, whose transports are of no class of asyncio's."""
+
+    async def calls():
+        client = httpx.AsyncClient(transport=LaneTransport())
+        async with asyncio.timeout(10), listening() as server, client as http:
+            server.go.set()
+            for _ in range(2):
+                together = (http.post(server.url, json=each) for each in range(8))
+                answers = await asyncio.gather(*together)
+                assert [answer.json() for answer in answers] == [*range(8)]
+            assert server.connections == 8
+
+    uvloop.run(calls())
