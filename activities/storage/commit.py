@@ -109,15 +109,13 @@ def commit_checkpoint(
 
 
 def fence_off_commits(store: Store, epoch: int) -> None:
-    """Leave no commit of an epoch before ``epoch`` that could still become the newest checkpoint.
+    """Leave no commit of an epoch before ``epoch`` that could still come to an end.
 
     Such a commit may have found its epoch in order just before ``epoch`` was taken. Its folder is
     there then, and it creates its marker exclusively, as this does: one of both comes first.
     """
     for place in _places(store):
-        marker, encoded = _load_marker(store, place.folder)
-        if marker is not None and _damage(store, place.folder, marker) is None:
-            return  # older ones are no newer than this one
+        _, encoded = _load_marker(store, place.folder)
         if not encoded and place.epoch < epoch:
             store.create_exclusive(f"{place.folder}/{layout.COMPLETE}", _FENCED)
 

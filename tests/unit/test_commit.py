@@ -260,4 +260,5 @@ def test_a_claim_fences_off_nothing_that_is_committed_or_its_own(store: Store) -
     commit.fence_off_commits(store, epoch)
     assert commit.verify_checkpoint(store, saved)
     assert not store.exists(f"{own}/{layout.COMPLETE}")
-    assert not store.exists(f"{torn}/{layout.COMPLETE}")  # no newer than what is committed
+    faults = {each.update: each.fault for each in commit.saved_folders(store)}
+    assert faults == {2: "fenced off", 4: "", 6: "missing"}
