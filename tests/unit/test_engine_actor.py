@@ -16,8 +16,12 @@ class Inference:
     start_timeout_s = 5.0
 
 
+class Launch:
+    download_timeout_s = 5.0
+
+
 class Spec:
-    inference = Inference()
+    inference, launch = Inference(), Launch()
 
 
 class Server:
