@@ -92,6 +92,11 @@ async def test_a_server_that_generates_is_told_to_pass_over_what_its_start_left(
     log = (tmp_path / "engine-0.log").read_text()
     assert re.findall(r"^posted (\S+)", log, re.M) == ["/freeze_gc"]
     assert ("searches for garbage stay long" in log) is (mode == "refuses")
+    asked = re.findall(r"HTTP Request: \w+ http://[^/]+(/\w+)", log)
+    last = ["/health", "/freeze_gc"]
+    if mode == "serves":  # a token passes the process that is at it last
+        last.append("/health")
+    assert asked[-len(last) :] == last
     await server.stop(grace_s=SOON_S)
 
 

@@ -136,19 +136,27 @@ class Supervisor:
         """
         url = f"http://{self._options.host}:{port}"
         async with contextlib.aclosing(EngineClient(url)) as client:
-            while True:
-                if await client.health(timeout_s=HEALTH_TIMEOUT_S):
-                    break
-                await asyncio.sleep(PROBE_INTERVAL_S)
+            await until_healthy(client)
             try:
                 await client.freeze_garbage()
             except (ServiceUnreachable, ContractViolation) as error:
                 logger.warning("searches for garbage stay long: %s", error.message)
+                return
+            # It is answered before the last process has done it; a token passes through all.
+            await until_healthy(client)
 
     async def _end(self, child: asyncio.subprocess.Process) -> None:
         left = await end_descendants(child)
         if left:
             logger.error("processes outlived SIGKILL: %s", left)
+
+
+async def until_healthy(client: EngineClient) -> None:
+    """Return when the server has generated a token for a look at its health."""
+    while True:
+        if await client.health(timeout_s=HEALTH_TIMEOUT_S):
+            return
+        await asyncio.sleep(PROBE_INTERVAL_S)
 
 
 async def until_one_ends(titles: Mapping[psutil.Process, str]) -> None:
