@@ -27,7 +27,7 @@ async def test_duplicate_rid_and_abort_with_partial_tokens(any_engine: ServedEng
     assert meta["finish_reason"] == ABORTED
     assert 0 < meta["completion_tokens"] == len(meta["output_token_logprobs"]) < 4000
     assert [entry[1] for entry in meta["output_token_logprobs"]] == answer.json()["output_ids"]
-    # No call of a run has the id of another: SGLang may mix up what it still owes of an aborted one.
+    # No two calls of a run share an id: SGLang may mix up what it still owes of an aborted one.
     assert (await any_engine.generate(rid="dup-2"))["meta_info"]["id"] == "dup-2"
 
 
