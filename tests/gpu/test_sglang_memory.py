@@ -1,5 +1,6 @@
 """A colocated SGLang engine gives its GPU memory back and serves what is loaded afterwards."""
 
+import asyncio
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -84,5 +85,26 @@ async def test_memory_is_the_trainers_until_the_next_weights(
             await client.resume()
             assert await greedy(url) == expected
             print(f"{freed / MIB:.0f} MiB: release {released_s:.3f} s, resume {resumed_s:.3f} s")
+    finally:
+        await client.aclose()
+
+
+async def test_memory_is_given_back_right_after_the_last_answers(
+    url: str, folders: tuple[Path, Path]
+) -> None:
+    """Whatever of their last batch is still being computed: the server lives on."""
+    client = EngineClient(url, vocab_size=CONFIG["vocab_size"])
+    sampling = {"temperature": 1, "max_new_tokens": 8, "ignore_eos": True}
+    body = {"input_ids": [PROMPT] * 128, "sampling_params": sampling}
+    try:
+        async with asyncio.timeout(200), httpx.AsyncClient(trust_env=False, timeout=60) as http:
+            for version in range(10, 40):
+                answers = (await http.post(f"{url}/generate", json=body)).raise_for_status().json()
+                assert [len(each["output_ids"]) for each in answers] == [8] * 128
+                await client.pause("abort")
+                await client.release_memory(TAGS)
+                await client.resume_memory(TAGS)
+                await client.update_weights_from_disk(str(folders[1]), version, 60.0)
+                await client.resume()
     finally:
         await client.aclose()

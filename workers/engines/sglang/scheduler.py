@@ -2,13 +2,17 @@
 
 SGLang's own checksums are of the tensors as it keeps them, by a hash that differs between CPU and
 GPU: no trainer could tell beforehand what an engine must answer. The loader is ``direct_load``.
+Memory is given back when the GPU has done its work, see ``idle_first``.
 """
 
 import hashlib
 import json
 from collections.abc import Callable, Mapping
+from functools import wraps
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from workers.engines.sglang.direct_load import DirectLoad
 from workers.engines.sglang.live_weights import Tensors, parameters_of, xxh3_checksums
@@ -25,6 +29,9 @@ CHECKSUMS: Mapping[str, Callable[[Tensors], dict[str, str]]] = {
 def run_scheduler(server_args: Any, *arguments: Any, **named: Any) -> None:
     """``run_scheduler_process`` of SGLang, same arguments."""
     from sglang.srt.managers.scheduler import run_scheduler_process
+    from sglang.srt.managers.scheduler_components.weight_updater import (
+        SchedulerWeightUpdaterManager as Memory,
+    )
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
     from sglang.srt.utils.weight_checker import WeightChecker
 
@@ -40,7 +47,24 @@ def run_scheduler(server_args: Any, *arguments: Any, **named: Any) -> None:
 
     WeightChecker.handle = handle
     WeightUpdater._update_weights_from_flattened_bucket = _bucket_loader(config)
+    Memory.release_memory_occupation = idle_first(Memory.release_memory_occupation)
     run_scheduler_process(server_args, *arguments, **named)
+
+
+def idle_first(release: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """``release``, a ``release_memory_occupation``, once the device has computed all it was given.
+
+    SGLang 0.5.18 makes sure that no request is left, but a batch of requests that have ended may
+    still be computed: memory that is unmapped under it is an illegal access, which ends the server
+    (https://github.com/sgl-project/sglang/pull/31073).
+    """
+
+    @wraps(release)
+    def wait(updater: Any, request: Any) -> Any:
+        torch.get_device_module().synchronize()
+        return release(updater, request)
+
+    return wait
 
 
 def _bucket_loader(config: Mapping[str, Any]) -> Callable[[Any, dict[str, Any]], tuple[bool, str]]:
