@@ -60,6 +60,20 @@ def test_what_can_never_be_had_is_refused_with_the_sum() -> None:
         shortage("trainer", [{"GPU": 1.0}], [{"CPU": 2.0}], {})
 
 
+def test_a_run_does_not_wait_for_what_it_holds_itself() -> None:
+    """One GPU for the trainer and one for the engine: a cluster of one would never have both."""
+    run = placed("disaggregated", 1, 1, processes=1)
+    nodes, free = [{"CPU": 8.0, "GPU": 1.0}], {"CPU": 7.9}
+    engines, trainer = engine_bundles(run), (trainer_bundle(run),)
+    needed = r"1 GPU are needed beside 1 for the rest of the run, the whole Ray cluster has 1"
+    for bundles, beside in ((engines, trainer), (trainer, engines)):
+        with pytest.raises(ConfigurationError, match=needed):
+            shortage("group", bundles, nodes, free, beside)
+    two = [{"CPU": 8.0, "GPU": 1.0}] * 2
+    missing = shortage("group", engines, two, free, trainer)
+    assert missing == "needs 0.05 CPU, free are 7.9; needs 1 GPU, free are 0"
+
+
 def test_what_others_hold_is_told() -> None:
     bundles = [{"CPU": 0.05, "GPU": 2.0}] * 2
     missing = shortage("engines", bundles, [{"CPU": 8.0, "GPU": 8.0}], {"CPU": 7.0, "GPU": 1.0})

@@ -101,17 +101,20 @@ class Engines:
         spec = await self._fleet.spec()
         demand, bundles = spec.gpu_demand, engine_bundles(spec)
         if demand is None or not demand.colocated:
-            group = await self._placed("engines", bundles)
+            group = await self._placed("engines", bundles, (trainer_bundle(spec),))
             num_gpus = 0 if demand is None else demand.tensor_parallel
             return lambda rank: self._spawn(rank, in_bundle(group, rank, num_gpus))
-        group = await self._placed("trainer", (trainer_bundle(spec),))
+        group = await self._placed("trainer", (trainer_bundle(spec),), ())
         devices = await self._trainer_gpus()
         options = in_bundle(group, 0)
         return lambda rank: self._spawn(rank, options, shared_gpus(devices, rank, demand))
 
-    async def _placed(self, role: str, bundles: tuple[Bundle, ...]) -> Any:
+    async def _placed(
+        self, role: str, bundles: tuple[Bundle, ...], beside: tuple[Bundle, ...]
+    ) -> Any:
         timeout_s = await self._fleet.startup_timeout_s()
-        return await place(self._fleet.cluster, self._fleet.run.run_id, role, bundles, timeout_s)
+        cluster, run_id = self._fleet.cluster, self._fleet.run.run_id
+        return await place(cluster, run_id, role, bundles, timeout_s, beside=beside)
 
     async def _trainer_gpus(self) -> tuple[str, ...]:
         """Devices of the live trainer.

@@ -13,7 +13,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import structlog
 
@@ -56,9 +56,17 @@ def engine_bundles(spec: RunSpec) -> tuple[Bundle, ...]:
 
 
 async def place(
-    cluster: RayCluster, run_id: str, role: str, bundles: Sequence[Bundle], timeout_s: float
+    cluster: RayCluster,
+    run_id: str,
+    role: str,
+    bundles: Sequence[Bundle],
+    timeout_s: float,
+    *,
+    beside: Sequence[Bundle] = (),
 ) -> Any:
     """The group of ``role``, found by name or made, with its resources held.
+
+    ``beside``: what the run's other groups hold at the same time.
 
     Raises:
         ConfigurationError: the cluster, or every single node of it, is too small for that.
@@ -86,7 +94,7 @@ async def place(
         return group
 
     group = await cluster.control(make, f"make placement group {name}")
-    await _until_placed(cluster, group, name, bundles, timeout_s)
+    await _until_placed(cluster, group, _Wanted(name, bundles, beside), timeout_s)
     return group
 
 
@@ -131,16 +139,22 @@ def _holds(found: Sequence[Bundle], wanted: Sequence[Bundle]) -> bool:
     return [dict(bundle) for bundle in found] == [dict(bundle) for bundle in wanted]
 
 
-async def _until_placed(
-    cluster: RayCluster, group: Any, name: str, bundles: Sequence[Bundle], timeout_s: float
-) -> None:
-    started = time.monotonic()
+class _Wanted(NamedTuple):
+    """A group and what it needs, see ``place``."""
+
+    name: str
+    bundles: Sequence[Bundle]
+    beside: Sequence[Bundle]
+
+
+async def _until_placed(cluster: RayCluster, group: Any, wanted: _Wanted, timeout_s: float) -> None:
+    started, name = time.monotonic(), wanted.name
     while True:
         left = started + timeout_s - time.monotonic()
         step = max(0.0, min(left, WARN_EVERY_S))
         if await cluster.control(partial(group.wait, step), f"place {name}", step + 30.0):
             return
-        missing = await _missing(cluster, name, bundles)
+        missing = await _missing(cluster, wanted)
         if left <= step:
             raise ServiceUnreachable(
                 f"no place for {name} within {timeout_s:g} s: {missing}; end other runs or add "
@@ -150,7 +164,7 @@ async def _until_placed(
         await asyncio.sleep(0)
 
 
-async def _missing(cluster: RayCluster, name: str, bundles: Sequence[Bundle]) -> str:
+async def _missing(cluster: RayCluster, wanted: _Wanted) -> str:
     """What the group needs beside what is free; raises when it can never be had."""
 
     def look() -> tuple[list[dict[str, float]], dict[str, float]]:
@@ -160,20 +174,32 @@ async def _missing(cluster: RayCluster, name: str, bundles: Sequence[Bundle]) ->
         return nodes, ray.available_resources()
 
     nodes, free = await cluster.control(look, "count resources")
-    return shortage(name, bundles, nodes, free)
+    return shortage(wanted.name, wanted.bundles, nodes, free, wanted.beside)
 
 
-def shortage(name: str, bundles: Sequence[Bundle], nodes: Sequence[Bundle], free: Bundle) -> str:
-    """What ``bundles`` need beside what is ``free``, all numbers as Ray counts them.
+def shortage(
+    name: str,
+    bundles: Sequence[Bundle],
+    nodes: Sequence[Bundle],
+    free: Bundle,
+    beside: Sequence[Bundle] = (),
+) -> str:
+    """What ``bundles`` need of what is ``free``, all numbers as Ray counts them.
 
     Raises:
-        ConfigurationError: ``nodes``, were they empty, could not hold them.
+        ConfigurationError: ``nodes``, were they empty, could not hold them, or not ``beside`` too.
     """
     parts = []
     for resource in dict.fromkeys(resource for bundle in bundles for resource in bundle):
         shares = [bundle.get(resource, 0.0) for bundle in bundles]
         needed, largest = sum(shares), max(shares)
+        others = sum(bundle.get(resource, 0.0) for bundle in beside)
         sizes = [node.get(resource, 0.0) for node in nodes]
+        if needed <= sum(sizes) < needed + others:
+            raise ConfigurationError(
+                f"{name}: {needed:g} {resource} are needed beside {others:g} for the rest of the "
+                f"run, the whole Ray cluster has {sum(sizes):g}: {_REMEDIES.get(resource, _FEWER)}"
+            )
         if needed > sum(sizes):
             raise ConfigurationError(
                 f"{name}: {len(bundles)} x {largest:g} = {needed:g} {resource} are needed, the "

@@ -32,7 +32,7 @@ from workers.actors.producer import ProducerActor
 from workers.fleet.calls import settle
 from workers.fleet.engines import Engines, Ensured, together
 from workers.fleet.folders import scratch_folder
-from workers.fleet.placement import in_bundle, place, trainer_bundle
+from workers.fleet.placement import engine_bundles, in_bundle, place, trainer_bundle
 from workers.fleet.router import Router
 from workers.fleet.run_fleet import RunFleet
 
@@ -196,8 +196,10 @@ async def _bring_up(
 async def _start_trainer(fleet: RunFleet, token: FenceToken, plan: _TrainerPlan) -> ActorFacts:
     timeout_s = await fleet.startup_timeout_s()
     spec = await fleet.spec()
-    bundles = (trainer_bundle(spec),)
-    group = await place(fleet.cluster, fleet.run.run_id, "trainer", bundles, timeout_s)
+    group = await place(
+        *(fleet.cluster, fleet.run.run_id, "trainer", (trainer_bundle(spec),), timeout_s),
+        beside=engine_bundles(spec),
+    )
     from workers.actors.trainer import CONCURRENCY_GROUPS, TrainerActor  # imports Ray
 
     demand = spec.gpu_demand
