@@ -12,7 +12,9 @@ none of them can commit behind the claim.
 import hashlib
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple
 
 import structlog
@@ -28,6 +30,8 @@ from models.prompt import DataState
 
 _FOLDER = re.compile(r"rollout_(\d{7,})\.e(\d+)u(\d+)a(\d+)")
 _SCHEMA_VERSION = 2
+_READERS = 4
+"""Files of a checkpoint that are read at once to be compared with their digests."""
 FENCED_OFF = "fenced_off"
 """The only key of what may stand in a marker's place: its folder never becomes a checkpoint."""
 _FENCED = f'{{"{FENCED_OFF}": true}}\n'.encode()
@@ -85,9 +89,7 @@ def commit_checkpoint(
         encoded = _same_commit(store, marker_path, clock, every_file)
     else:
         store.write_bytes(f"{folder}/{layout.CURSOR}", data)
-        for file in every_file:
-            _verify_file(store, folder, file)
-            store.make_durable(f"{folder}/{file.path}")
+        _with_each(every_file, partial(_secure_file, store, folder))
         marker = CheckpointMarker(
             run_id=run.run_id,
             spec_sha256=run.spec_sha256,
@@ -189,8 +191,7 @@ def read_cursor(store: Store, ref: CheckpointRef) -> DataState:
 def verify_checkpoint(store: Store, ref: CheckpointRef) -> CheckpointMarker:
     """Re-read every byte of ``ref``; ``DigestMismatch`` names the first file that differs."""
     marker = read_marker(store, ref)
-    for file in marker.files:
-        _verify_file(store, ref.folder, file)
+    _with_each(marker.files, partial(_verify_file, store, ref.folder))
     return marker
 
 
@@ -296,6 +297,19 @@ def _damage(store: Store, folder: str, marker: CheckpointMarker) -> str | None:
         if size != file.num_bytes:
             return f"{where} has {size} bytes instead of {file.num_bytes}"
     return None
+
+
+def _with_each(files: Sequence[CheckpointFile], check: Callable[[CheckpointFile], None]) -> None:
+    """``check`` every file, several at once; raises for the first that fails, in their order."""
+    with ThreadPoolExecutor(_READERS) as readers:
+        for _ in readers.map(check, files):
+            pass
+
+
+def _secure_file(store: Store, folder: str, file: CheckpointFile) -> None:
+    """Find a file as it is recorded and flush it to the device."""
+    _verify_file(store, folder, file)
+    store.make_durable(f"{folder}/{file.path}")
 
 
 def _verify_file(store: Store, folder: str, file: CheckpointFile) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from models.checkpoint import PolicyClock
-from workers.trainers.checkpoint_parts import PartReader, part_name, write_part
+from workers.trainers.checkpoint_parts import PartReader, part_name, write_parts
 from workers.trainers.shards import whole
 from workers.trainers.state import TrainerState, read_state, write_state
 from workers.trainers.weights import named_weights
@@ -91,7 +91,8 @@ def write_rows(ranks: Any, folder: Path) -> None:
     """Parts of a tensor of seven rows."""
     module = nn.Linear(2, 7, bias=False)
     fully_shard(module, mesh=init_device_mesh("cpu", (ranks.world,)))
-    write_part(folder / part_name(FILE, ranks.rank, ranks.world), {"w": module.weight}, ranks)
+    path = folder / part_name(FILE, ranks.rank, ranks.world)
+    write_parts({path: {"w": module.weight}}, ranks)
 
 
 def read_rows(ranks: Any, folder: Path) -> None:

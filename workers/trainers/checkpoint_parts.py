@@ -12,9 +12,11 @@ Ranks exchange nothing: each saves and loads as if it were alone. What fails on 
 therefore an error of that rank, to be agreed upon like any other.
 """
 
+import hashlib
 import json
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
@@ -41,6 +43,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from models.checkpoint import CheckpointFile
 from models.errors import ContractViolation
 from workers.sources.tensor_file import write_tensors
 from workers.trainers.ranks import Ranks
@@ -60,19 +63,39 @@ def part_name(file: str, rank: int, world: int) -> str:
     return f"{stem}.rank{rank}of{world}.{suffix}"
 
 
-def write_part(path: Path, tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
-    """Write this rank's part of ``tensors`` to ``path`` and flush it.
+def write_parts(
+    parts: Mapping[Path, Mapping[str, Tensor]], ranks: Ranks
+) -> tuple[CheckpointFile, ...]:
+    """Write this rank's part of every mapping of tensors to its path and flush it, all at once.
 
     That is its rows, and on the first rank whatever is not sharded.
 
+    Returns:
+        The files in their order, with the digests of what is on storage.
+
     Raises:
-        OSError: the file cannot be written.
+        OSError: a file cannot be written.
     """
-    own = {
-        name: tensor for name, tensor in tensors.items() if is_sharded(tensor) or ranks.rank == 0
-    }
-    with _alone():
+
+    def write(path: Path, tensors: Mapping[str, Tensor]) -> CheckpointFile:
+        own = {
+            name: tensor
+            for name, tensor in tensors.items()
+            if is_sharded(tensor) or ranks.rank == 0
+        }
         save(own, storage_writer=_PartWriter(path), planner=_PartPlanner(), no_dist=True)
+        return describe(path)
+
+    # Filters of warnings are the process's, so they are set around all threads.
+    with _alone(), ThreadPoolExecutor(len(parts)) as threads:
+        return tuple(threads.map(write, parts, parts.values()))
+
+
+def describe(path: Path) -> CheckpointFile:
+    """A file of a checkpoint with its size and digest."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return CheckpointFile(path=path.name, sha256=digest, num_bytes=path.stat().st_size)
 
 
 class PartReader:

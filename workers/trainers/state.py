@@ -8,7 +8,6 @@ Several ranks write the first two in parts; see ``checkpoint_parts``. Any number
 any number wrote.
 """
 
-import hashlib
 import os
 from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ from models.base import Carried
 from models.checkpoint import CheckpointFile, PolicyClock
 from models.errors import ContractViolation
 from models.update import UpdateReport
-from workers.trainers.checkpoint_parts import PartReader, part_name, write_part
+from workers.trainers.checkpoint_parts import PartReader, describe, part_name, write_parts
 from workers.trainers.ranks import Ranks, SingleRank, agreed
 from workers.trainers.weights import MODEL_FILE, named_weights
 
@@ -66,15 +65,16 @@ def write_state(
             MODEL_FILE: named_weights(model),
             OPTIMIZER_FILE: _named(_moments(model, optimizer)),
         }
-        own = [part_name(file, ranks.rank, ranks.world) for file in parts]
-        for name, tensors in zip(own, parts.values(), strict=True):
-            write_part(folder / name, tensors, ranks)
+        own = {
+            folder / part_name(file, ranks.rank, ranks.world): tensors
+            for file, tensors in parts.items()
+        }
+        written = write_parts(own, ranks)
         if ranks.rank == 0:
-            own.append(STATE_FILE)
-            _write_document(
-                folder / STATE_FILE, state.model_copy(update={"num_parts": ranks.world})
-            )
-        described = _FILES.dump_json(tuple(_describe(folder / name) for name in own)).decode()
+            document = state.model_copy(update={"num_parts": ranks.world})
+            _write_document(folder / STATE_FILE, document)
+            written += (describe(folder / STATE_FILE),)
+        described = _FILES.dump_json(written).decode()
     return tuple(file for text in ranks.exchange(described) for file in _FILES.validate_json(text))
 
 
@@ -155,9 +155,3 @@ def _write_document(path: Path, document: Carried) -> None:
         file.write(document.model_dump_json(indent=2) + "\n")
         file.flush()
         os.fsync(file.fileno())
-
-
-def _describe(path: Path) -> CheckpointFile:
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return CheckpointFile(path=path.name, sha256=digest, num_bytes=path.stat().st_size)
