@@ -5,7 +5,6 @@ one phase. Engines that fail are replaced and the phases are gone through once m
 weights already is only resumed, so this also continues an update that was cut off.
 """
 
-import asyncio
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
@@ -15,13 +14,15 @@ import structlog
 from activities.healing import restart_engines
 from activities.loading import EngineUpdate, LoadOrder, Phase
 from activities.publication_trace import BOUNDARY, PublicationTrace
-from activities.sending import send_buckets
+from activities.sending import all_ended, send_buckets
 from activities.site import Site
+from activities.waking import HeadStart
 from models.errors import EngineLost, ServiceUnreachable
 from models.ports import EngineHandle
 from models.publication import EngineConfirmation, EngineFailure
 
-_BEFORE_LOAD = (Phase.WAKE, Phase.INSPECT, Phase.PAUSE)
+_WITH_BUCKET = (Phase.WAKE, Phase.INSPECT, Phase.PAUSE, Phase.LOAD)
+"""Phases at whose end the trainer may hold a packed bucket."""
 
 _log = structlog.get_logger(__name__)
 
@@ -38,22 +39,28 @@ class Updated:
 
 
 async def update_fleet(
-    site: Site, order: LoadOrder, engines: Sequence[EngineHandle], trace: PublicationTrace
+    site: Site,
+    order: LoadOrder,
+    engines: Sequence[EngineHandle],
+    trace: PublicationTrace,
+    ahead: HeadStart | None = None,
 ) -> Updated:
     """Make ``engines``, or else those that replace them, serve the weights of ``order``.
+
+    ``ahead``: what was done for the first round of it; the caller closes it.
 
     Raises:
         EngineLost: there is no engine, or a replacement did not answer either.
         ContractViolation: a replacement refused, or serves other bytes than were exported.
         StaleFence: another epoch owns the run's root.
     """
-    updates = await _round(site, order, engines, trace)
+    updates = await _round(site, order, engines, trace, ahead or HeadStart())
     failed = [update for update in updates if update.failure is not None]
     if not failed:
         return _updated(updates)
     failures = [update.failure for update in failed if update.failure is not None]
     await replace_failed(site, order, failures, trace)
-    again = await _round(site, order, await site.fleet.engines(order.run), trace)
+    again = await _round(site, order, await site.fleet.engines(order.run), trace, HeadStart())
     for update in again:
         if update.error is not None:
             raise lost(order, update.error)
@@ -88,26 +95,39 @@ def lost(order: LoadOrder, error: Exception) -> Exception:
 
 
 async def _round(
-    site: Site, order: LoadOrder, engines: Sequence[EngineHandle], trace: PublicationTrace
+    site: Site,
+    order: LoadOrder,
+    engines: Sequence[EngineHandle],
+    trace: PublicationTrace,
+    ahead: HeadStart,
 ) -> list[EngineUpdate]:
-    """Take engines through the phases; stop after the first one that any of them fails."""
+    """Take engines through the phases; stop after the first one that any of them fails.
+
+    When it returns the trainer holds no bucket any more.
+    """
     if not engines:
         raise EngineLost(f"run {order.run.run_id} has no live engine to publish to")
     async with AsyncExitStack() as stack:
-        updates = [EngineUpdate(site, order, engine) for engine in engines]
+        updates = [
+            EngineUpdate(site, order, engine, ahead.waking(site, engine)) for engine in engines
+        ]
         for update in updates:
             await stack.enter_async_context(aclosing(update))
         direct = order.weights.transport != "disk"
+        trainer = site.fleet.trainer(order.run)
         for phase in Phase:
             with trace.part(phase.value):
                 if phase is Phase.LOAD and direct:
-                    await send_buckets(site, order, updates, trace)
+                    await send_buckets(site, order, updates, trace, ahead.bucket)
+                elif phase is Phase.VERIFY and direct:
+                    verified = _everywhere(updates, phase, trace)
+                    await all_ended([trainer.drop_bucket(order.token), verified])
                 else:
                     await _everywhere(updates, phase, trace)
             if any(update.failure is not None for update in updates):
-                if direct and phase in _BEFORE_LOAD:
+                if direct and phase in _WITH_BUCKET:
                     # An engine that starts on the trainer's GPU counts on what is free there.
-                    await site.fleet.trainer(order.run).drop_bucket(order.token)
+                    await trainer.drop_bucket(order.token)
                 break
         return updates
 
@@ -121,10 +141,7 @@ async def _everywhere(
         with trace.step(f"engine_{phase.value}", engine=update.engine.name, url=update.engine.url):
             await update.attempt(phase)
 
-    ends = await asyncio.gather(*map(attempt, updates), return_exceptions=True)
-    for end in ends:
-        if end is not None:
-            raise end
+    await all_ended(map(attempt, updates))
 
 
 def _updated(updates: Sequence[EngineUpdate], replaced: Sequence[EngineFailure] = ()) -> Updated:

@@ -6,7 +6,8 @@
                |                                    ^
                +---- serves these very weights -----+
 
-An engine that gave its memory back takes it again first (wake); others have nothing to do there.
+An engine that gave its memory back takes it again first (wake, see ``waking``); others have nothing
+to do there.
 An engine that fails on the way stays paused and is never opened again: it must not generate with
 weights that nobody confirmed.
 """
@@ -21,9 +22,9 @@ from enum import StrEnum
 from activities.multiplier import infra_timeout_multiplier
 from activities.site import Site, store_of
 from activities.storage.lease import require_epoch
-from activities.wire.contract import InitWeightsUpdateGroup, MemoryTag
+from activities.waking import Waking
+from activities.wire.contract import InitWeightsUpdateGroup
 from activities.wire.digest import weights_digest
-from activities.wire.memory_marks import memory_state
 from configs.run import RunSpec
 from models.errors import ContractViolation, DigestMismatch, ServiceUnreachable
 from models.ids import FenceToken, RunRef
@@ -37,9 +38,6 @@ from models.publication import (
     WeightsRef,
 )
 
-MEMORY: tuple[MemoryTag, ...] = ("kv_cache", "weights")
-"""All that an engine of a training run gives back to a colocated trainer."""
-
 
 @dataclass(frozen=True, slots=True)
 class LoadOrder:
@@ -49,7 +47,8 @@ class LoadOrder:
     token: FenceToken
     weights: WeightsRef
     timeout_s: float
-    """Seconds for the phases up to ``verify`` together, and once more for ``resume``."""
+    """Seconds for the phases up to ``verify`` together, and once more for ``resume``; a wake that
+    began before has as many of its own."""
 
 
 class Phase(StrEnum):
@@ -66,21 +65,21 @@ class Phase(StrEnum):
 class EngineUpdate:
     """One engine on its way to the weights of an order. Used once; close it afterwards."""
 
-    def __init__(self, site: Site, order: LoadOrder, engine: EngineHandle) -> None:
+    def __init__(
+        self, site: Site, order: LoadOrder, engine: EngineHandle, waking: Waking | None = None
+    ) -> None:
+        """``waking``: the engine's, where somebody has begun it."""
         self.engine = engine
         self.repeated = False
         """The engine served exactly these weights already; then it is only resumed."""
         self.failure: EngineFailure | None = None
         self.error: ContractViolation | ServiceUnreachable | None = None
         self._order = order
-        self._client = site.engine(engine.url)
-        self._found = ""
-        """The weight version before anything was done to the engine."""
-        self._woken = False
-        self._started = time.monotonic()
+        self._waking = waking or Waking(site, engine)
+        self._client = self._waking.client
         self._deadline = asyncio.get_running_loop().time() + order.timeout_s
         self._steps: dict[Phase, Callable[[], Awaitable[None]]] = {
-            Phase.WAKE: self._wake,
+            Phase.WAKE: self._waking.ended,
             Phase.INSPECT: self._inspect,
             Phase.PAUSE: self._pause,
             Phase.LOAD: self._load,
@@ -96,7 +95,7 @@ class EngineUpdate:
             engine=self.engine.name,
             version=weights.version,
             digest=weights.digest,
-            seconds=time.monotonic() - self._started,
+            seconds=time.monotonic() - self._waking.started,
         )
 
     async def take(self, phase: Phase) -> None:
@@ -173,22 +172,13 @@ class EngineUpdate:
     def _who(self) -> str:
         return f"{self.engine.name} at {self.engine.url}"
 
-    async def _wake(self) -> None:
-        self._found = await self._weight_version()
-        state = memory_state(self._found)
-        if state.is_known and not state.released:
-            return
-        await self._client.pause("abort")
-        await self._client.resume_memory(MEMORY)
-        self._woken = True
-
     async def _inspect(self) -> None:
         weights = self._order.weights
-        if _policy_version(self._found) == weights.version:
+        if _policy_version(self._waking.found) == weights.version:
             self.repeated = await self._digest() == weights.digest
 
     async def _pause(self) -> None:
-        if not self._woken:
+        if not self._waking.is_paused:
             await self._client.pause("abort")
 
     async def _load(self) -> None:

@@ -4,7 +4,8 @@
 
     heal, export or offer -> [begin] -> engines -> routing -> [end] -> folder
 
-The steps in brackets are the producer's boundary in a fully async run. Whatever fails between them
+Engines of a colocated run take their memory back as soon as they are healed, beside the offer. The
+steps in brackets are the producer's boundary in a fully async run. Whatever fails between them
 leaves the boundary closed and engines that nobody confirmed paused; the next attempt, or the next
 epoch, goes the whole way again, and what it finds done moves nothing.
 """
@@ -12,6 +13,7 @@ epoch, goes the whole way again, and what it finds done moves nothing.
 import asyncio
 import time
 from collections.abc import Awaitable
+from contextlib import aclosing
 from typing import TypeVar, cast
 
 import structlog
@@ -27,6 +29,7 @@ from activities.site import Site, spec_of, store_of
 from activities.storage import layout
 from activities.storage.store import Store
 from activities.timing import timed
+from activities.waking import HeadStart
 from configs.run import RunSpec
 from models.errors import EngineLost, ServiceUnreachable
 from models.ids import FenceToken
@@ -82,34 +85,67 @@ async def _make_live(
     site: Site, request: PublishRequest, token: FenceToken, spec: RunSpec, trace: PublicationTrace
 ) -> PublicationReport:
     run = request.run
-    direct = spec.publication_transport != "disk"
-    trainer = site.fleet.trainer(run)
-
-    async def heal() -> tuple[EngineHandle, ...]:
-        with trace.part(BOUNDARY):
-            await restart_engines(site, run, token)
-            return await site.fleet.engines(run)
-
-    async def export() -> WeightsRef:
-        with trace.part(EXPORT):
-            if direct:
-                return await trainer.offer_weights(token, request.version)
-            return await trainer.export_weights(token, request.version)
-
-    engines, weights = await _both(heal(), export())
-    order = LoadOrder(run, token, weights, update_timeout_s(spec))
-    if spec.fully_async:
-        updated = await _publish_past_router_loss(site, order, spec, trace)
-    else:
-        updated = await update_fleet(site, order, engines, trace)
-        with trace.part(ROUTING):
-            await route(site, run, token, updated.engines, weights)
-    if direct and spec.fully_async:
+    async with aclosing(HeadStart()) as ahead:
+        engines, weights = await _begun(site, request, token, spec, trace, ahead)
+        order = LoadOrder(run, token, weights, update_timeout_s(spec))
+        if spec.fully_async:
+            updated = await _publish_past_router_loss(site, order, spec, trace)
+        else:
+            updated = await update_fleet(site, order, engines, trace, ahead)
+            with trace.part(ROUTING):
+                await route(site, run, token, updated.engines, weights)
+    if spec.publication_transport != "disk" and spec.fully_async:
         # What replaces an engine while the trainer works needs a folder. In other runs nobody
         # samples then, and whoever heals an engine has the folder written.
         with trace.part(FOLDER):
-            await trainer.export_weights(token, request.version)
+            await site.fleet.trainer(run).export_weights(token, request.version)
     return _report(weights, updated, spec, trace)
+
+
+async def _begun(
+    site: Site,
+    request: PublishRequest,
+    token: FenceToken,
+    spec: RunSpec,
+    trace: PublicationTrace,
+    ahead: HeadStart,
+) -> tuple[tuple[EngineHandle, ...], WeightsRef]:
+    """The living engines, and the weights as the trainer offers them.
+
+    Where engines take turns with the trainer they also get their memory, and a single bucket its
+    handle. That needs no more memory than to wake them afterwards: the trainer's allocator gives
+    nothing back while it packs, so the most that it takes is what it has at the end.
+    """
+    trainer, direct = site.fleet.trainer(request.run), spec.publication_transport != "disk"
+    admitted: asyncio.Future[None] | None = None
+    if direct and spec.colocated:
+        # Engines take no fence token. A caller that the trainer refuses, or that has to wait for
+        # a step of it, must not take memory from it.
+        admitted = asyncio.ensure_future(trainer.drop_bucket(token))
+
+    async def heal() -> tuple[EngineHandle, ...]:
+        with trace.part(BOUNDARY):
+            await restart_engines(site, request.run, token)
+            engines = await site.fleet.engines(request.run)
+        if admitted is not None:
+            await admitted
+            with trace.part(Phase.WAKE):
+                await ahead.wake(site, engines, update_timeout_s(spec))
+        return engines
+
+    async def export() -> WeightsRef:
+        with trace.part(EXPORT):
+            if not direct:
+                return await trainer.export_weights(token, request.version)
+            if admitted is not None:
+                await admitted
+            weights = await trainer.offer_weights(token, request.version)
+            if admitted is not None and weights.num_buckets == 1:
+                with trace.step("bucket_pack", bucket=0):
+                    ahead.bucket = await trainer.pack_bucket(token, request.version, 0)
+            return weights
+
+    return await _both(heal(), export())
 
 
 async def _publish_past_router_loss(

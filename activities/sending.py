@@ -3,7 +3,7 @@
 ::
 
     trainer   pack 0          pack 1          ...   drop
-    engines          take 0          take 1   ...        (verify)
+    engines          take 0          take 1   ...   (verify)
 
 To take is to open the trainer's memory (ipc) or to receive a broadcast (nccl). Engines hold a
 mixture of two versions from the first bucket to the last; they are paused for that long, and one
@@ -22,11 +22,23 @@ from models.publication import WeightBucket, WeightChannel
 
 
 async def send_buckets(
-    site: Site, order: LoadOrder, updates: Sequence[EngineUpdate], trace: PublicationTrace
+    site: Site,
+    order: LoadOrder,
+    updates: Sequence[EngineUpdate],
+    trace: PublicationTrace,
+    packed: WeightBucket | None = None,
 ) -> None:
     """Bring the weights of ``order`` to every engine that does not serve them yet.
 
-    Ends early when an engine fails: all of them are gone through again.
+    Ends early when an engine fails: all of them are gone through again. The last bucket is left to
+    the caller, who drops it while engines are verified; when this raises it is given up.
+
+    Args:
+        site: where everything is.
+        order: weights that were offered.
+        updates: all engines.
+        trace: told of every step.
+        packed: the first bucket, where the trainer holds it and it was asked for.
 
     Raises:
         StaleFence: another epoch owns the run's root.
@@ -35,7 +47,6 @@ async def send_buckets(
     trainer, version = site.fleet.trainer(order.run), order.weights.version
     due = [update for update in updates if update.is_due]
     if not due:
-        await trainer.drop_bucket(order.token)  # what it was offered with
         return
     # Engines take no fence token, so a caller that lost its epoch must stop itself.
     await asyncio.to_thread(require_epoch, store_of(order.run), order.token.epoch)
@@ -46,11 +57,14 @@ async def send_buckets(
         for index in range(order.weights.num_buckets):
             if not all(update.is_due for update in due):
                 return
-            with trace.step("bucket_pack", bucket=index):
-                bucket = await trainer.pack_bucket(order.token, version, index)
+            bucket, packed = packed, None
+            if bucket is None:
+                with trace.step("bucket_pack", bucket=index):
+                    bucket = await trainer.pack_bucket(order.token, version, index)
             await sending.send(bucket)
-    finally:
+    except BaseException:
         await trainer.drop_bucket(order.token)
+        raise
 
 
 class _Opening:
@@ -64,7 +78,7 @@ class _Opening:
 
     async def send(self, bucket: WeightBucket) -> None:
         """One bucket on all engines at once."""
-        await _ended(
+        await all_ended(
             _told(self._trace, update, bucket, update.attempt_open(bucket)) for update in self._due
         )
 
@@ -94,7 +108,7 @@ class _Broadcast:
             rank += max(1, len(update.engine.gpus))
         with self._trace.step("connect", group=channel.name, world=channel.world):
             meeting = self._trainer.connect_channel(token, channel.name)
-            await _ended([self._excused(meeting), *joins])
+            await all_ended([self._excused(meeting), *joins])
 
     async def send(self, bucket: WeightBucket) -> None:
         """One bucket to all engines at once."""
@@ -108,7 +122,7 @@ class _Broadcast:
             for update in self._due
         ]
         with self._trace.step("broadcast", bucket=bucket.index, bytes=bucket.num_bytes):
-            await _ended([self._excused(sending), *takes])
+            await all_ended([self._excused(sending), *takes])
 
     async def _excused(self, call: Awaitable[None]) -> None:
         """The trainer's side of it. That an engine does not come is that engine's failure.
@@ -132,7 +146,7 @@ async def _told(
         await call
 
 
-async def _ended(calls: Iterable[Awaitable[None]]) -> None:
+async def all_ended(calls: Iterable[Awaitable[None]]) -> None:
     """All of them at once; returns, or raises, when the last one has ended."""
     ends = await asyncio.gather(*calls, return_exceptions=True)
     for end in ends:

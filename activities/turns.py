@@ -16,10 +16,11 @@ from contextlib import aclosing
 
 import structlog
 
-from activities.loading import MEMORY, update_timeout_s
+from activities.loading import update_timeout_s
 from activities.site import Site, store_of
 from activities.storage.lease import require_epoch
 from activities.timing import timed
+from activities.waking import MEMORY
 from configs.run import RunSpec
 from models.errors import ContractViolation, EngineLost, PerdureError, ServiceUnreachable
 from models.ids import FenceToken, RunRef
