@@ -1,10 +1,15 @@
-"""AdamW in float32: one step with clipping, and how far it moved the parameters."""
+"""AdamW in float32: one step with clipping, and how far it moved the parameters.
+
+Everything here works on this rank's parts as plain tensors. Of hundreds of sharded tensors torch
+would look at every one in Python, for each operation, while the GPU waits.
+"""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 from configs.training import OptimizerSection
 from models.errors import NonFiniteLoss
@@ -18,7 +23,7 @@ _GPU_SLICE = 1 << 27  # elements: few launches, 512 MiB for each temporary
 def build_optimizer(
     parameters: Iterable[nn.Parameter], section: OptimizerSection
 ) -> torch.optim.AdamW:
-    """The optimizer of ``[optimizer]``; the learning rate is set before each step."""
+    """The optimizer of ``[optimizer]``; the learning rate is set before each ``take_step``."""
     return torch.optim.AdamW(
         parameters,
         lr=section.learning_rate,
@@ -29,6 +34,55 @@ def build_optimizer(
     )
 
 
+@torch.no_grad()
+def take_step(optimizer: torch.optim.AdamW) -> None:
+    """Step with the gradients of this rank's parts, as ``optimizer.step`` would; fills its state.
+
+    Every parameter must have a gradient.
+    """
+    for group in optimizer.param_groups:
+        rows = []
+        for parameter in group["params"]:
+            state = optimizer.state[parameter]
+            if not state:
+                state.update(fresh_state(parameter))
+            kept = (state["exp_avg"], state["exp_avg_sq"], state["step"])
+            rows.append([local_part(each) for each in (parameter, parameter.grad, *kept)])
+        if not rows:
+            continue
+        parameters, gradients, averages, squares, steps = (
+            list(column) for column in zip(*rows, strict=True)
+        )
+        beta1, beta2 = group["betas"]
+        adamw(
+            parameters,
+            gradients,
+            averages,
+            squares,
+            [],
+            steps,
+            fused=True,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+
+def fresh_state(parameter: nn.Parameter) -> dict[str, Tensor]:
+    """Moments and steps of a parameter that never stepped; moments are dealt as it is."""
+    moments = parameter.detach()
+    return {
+        "exp_avg": torch.zeros_like(moments),
+        "exp_avg_sq": torch.zeros_like(moments),
+        "step": torch.zeros((), device=moments.device),
+    }
+
+
+@torch.no_grad()
 def clip_gradients(parameters: Sequence[nn.Parameter], limit: float, ranks: Ranks) -> float:
     """Scale gradients so that their global L2 norm is at most ``limit`` (0: leave them).
 
@@ -98,7 +152,7 @@ def _by_steps(
             steps,
             [
                 (
-                    local_part(p.detach()).reshape(-1),
+                    local_part(p).detach().reshape(-1),
                     local_part(optimizer.state[p]["exp_avg"]).reshape(-1),
                     local_part(optimizer.state[p]["exp_avg_sq"]).reshape(-1),
                 )
@@ -114,7 +168,10 @@ def _batches(parts: Iterable[Part]) -> Iterator[tuple[list[Tensor], list[Tensor]
     size = 0
     for part in parts:
         most = _GPU_SLICE if part[0].is_cuda else _SLICE
-        for piece in zip(*(tensor.split(most) for tensor in part), strict=True):
+        pieces = [part]
+        if len(part[0]) > most:
+            pieces = list(zip(*(tensor.split(most) for tensor in part), strict=True))
+        for piece in pieces:
             if batch and size + len(piece[0]) > most:
                 yield _columns(batch)
                 batch, size = [], 0

@@ -9,7 +9,7 @@ from torch import nn
 
 from configs.training import OptimizerSection
 from models.errors import ContractViolation, NonFiniteLoss
-from workers.trainers.adamw import build_optimizer, clip_gradients, last_step_norm
+from workers.trainers.adamw import build_optimizer, clip_gradients, last_step_norm, take_step
 from workers.trainers.ranks import agreed
 from workers.trainers.schedule import LearningRate
 from workers.trainers.update_scores import Judge
@@ -23,8 +23,8 @@ class OptimizerStep:
     def __init__(
         self, model: nn.Module, section: OptimizerSection, schedule: LearningRate, judge: Judge
     ) -> None:
-        self._model = model
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._named = list(model.named_parameters())  # the walk takes longer than the look
+        self._parameters = [p for _, p in self._named if p.requires_grad]
         self._limit = section.clip_grad
         self._schedule = schedule
         self._judge = judge
@@ -62,7 +62,7 @@ class OptimizerStep:
         """Step at learning rate ``rate``; returns the L2 norm of the weights' change."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self.optimizer.step()
+        take_step(self.optimizer)
         self.clear()
         return last_step_norm(self.optimizer, self._judge.ranks)
 
@@ -95,7 +95,7 @@ class OptimizerStep:
 
     def _refuse_frozen(self) -> None:
         """A parameter without a gradient would stay as it is, in silence."""
-        frozen = [name for name, p in self._model.named_parameters() if p.grad is None]
+        frozen = [name for name, p in self._named if p.grad is None]
         if frozen:
             raise ContractViolation(
                 f"{len(frozen)} parameters have no gradient after the backward pass and would "

@@ -21,6 +21,7 @@ from models.base import Carried
 from models.checkpoint import CheckpointFile, PolicyClock
 from models.errors import ContractViolation
 from models.update import UpdateReport
+from workers.trainers.adamw import fresh_state
 from workers.trainers.checkpoint_parts import PartReader, describe, part_name, write_parts
 from workers.trainers.ranks import Ranks, SingleRank, agreed
 from workers.trainers.weights import MODEL_FILE, named_weights
@@ -127,11 +128,7 @@ def _refuse_missing(folder: Path, names: Iterable[str], needed: Sequence[str]) -
 def _fresh_moments(model: nn.Module, held: Container[str]) -> dict[str, dict[str, Tensor]]:
     """Optimizer state to be filled, by parameter; one without moments never had a gradient."""
     return {
-        name: {
-            "exp_avg": torch.zeros_like(parameter.detach()),
-            "exp_avg_sq": torch.zeros_like(parameter.detach()),
-            "step": torch.zeros((), device=parameter.device),
-        }
+        name: fresh_state(parameter)
         for name, parameter in model.named_parameters()
         if f"{_MOMENTS[0]}.{name}" in held
     }
