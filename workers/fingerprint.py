@@ -12,8 +12,9 @@ are rows of one matrix, because a GPU is told of a step of a tensor slower than 
 inside engines as well, so it imports nothing but torch.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from torch import Tensor
 CHUNK_WORDS = 1 << 21
 """16 MiB: what one step reads, and what its temporaries take, twice."""
 _WAITING_WORDS = 4 * CHUNK_WORDS
-"""What the copies of small tensors take at most while they wait for others of their size."""
+"""What small tensors are together at most while they wait for others of their size."""
 _MOST_ROWS = 1024
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -31,16 +32,18 @@ _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 def fingerprints(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
     """Name -> 16 hex digits, of the elements as they are; tensors may be views of any layout.
 
-    All tensors lie on one device, which is waited for once, at the end. None of them is read after
-    the next one was asked for.
+    All tensors lie on one device, which is waited for once, at the end. Where they come one after
+    the other, none of them is read after the next one was asked for; those of a collection stay.
     """
     names: list[str] = []
     sums: list[Tensor] = []
     waiting: dict[int, _Rows] = {}
+    stay = isinstance(tensors, Collection)
+    num_waiting = 0
 
     def conclude(rows: _Rows) -> None:
         names.extend(rows.names)
-        sums.append(_mixed_sums(rows.filled.add_(_salt(0))))
+        sums.append(_mixed_sums(torch.stack(rows.words).add_(_salt(0))))
 
     for name, tensor in tensors:
         words = _words(tensor)
@@ -49,37 +52,30 @@ def fingerprints(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
             names.append(name)
             sums.append(_sum(words))
             continue
-        if size not in waiting:
-            if sum(each * _num_rows(each) for each in (size, *waiting)) > _WAITING_WORDS:
-                for rows in waiting.values():
-                    conclude(rows)
-                waiting.clear()
-            waiting[size] = _Rows(size, words.device)
-        if waiting[size].add(name, words):
+        if num_waiting + size > _WAITING_WORDS:
+            for rows in waiting.values():
+                conclude(rows)
+            waiting.clear()
+            num_waiting = 0
+        rows = waiting.setdefault(size, _Rows([], []))
+        rows.names.append(name)
+        rows.words.append(words if stay else words.clone())
+        num_waiting += size
+        if len(rows.names) == _num_rows(size):
             conclude(waiting.pop(size))
+            num_waiting -= size * len(rows.names)
     for rows in waiting.values():
         conclude(rows)
     values = torch.cat(sums).tolist() if sums else []
     return {name: f"{value & _MASK:016x}" for name, value in zip(names, values, strict=True)}
 
 
-class _Rows:
-    """Tensors of one size, of one chunk at most, copied one under the other."""
+class _Rows(NamedTuple):
+    """Tensors of one size, of one chunk at most, that are mixed as rows of one matrix."""
 
-    def __init__(self, size: int, device: torch.device) -> None:
-        self.names: list[str] = []
-        self._data = torch.empty(_num_rows(size), size, dtype=torch.int64, device=device)
-
-    @property
-    def filled(self) -> Tensor:
-        """[rows, size] of the tensors that were added."""
-        return self._data[: len(self.names)]
-
-    def add(self, name: str, words: Tensor) -> bool:
-        """Copy one; whether no other has room."""
-        self._data[len(self.names)].copy_(words)
-        self.names.append(name)
-        return len(self.names) == len(self._data)
+    names: list[str]
+    words: list[Tensor]
+    """[size] each."""
 
 
 def _num_rows(size: int) -> int:
@@ -107,14 +103,13 @@ def _salt(number: int) -> int:
 
 def _words(tensor: Tensor) -> Tensor:
     """[n] int64: the tensor's own memory where its layout allows."""
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    if data.numel() % 8:
-        filled = data.new_zeros(-(-data.numel() // 8) * 8)
-        filled[: data.numel()] = data
-        data = filled
-    if data.storage_offset() % 8:
-        data = data.clone()
-    return data.view(torch.int64)
+    data = tensor.detach().contiguous().view(-1)
+    if data.numel() * data.itemsize % 8 == 0 and data.storage_offset() * data.itemsize % 8 == 0:
+        return data.view(torch.int64)
+    data = data.view(torch.uint8)
+    filled = data.new_zeros(-(-data.numel() // 8) * 8)
+    filled[: data.numel()] = data
+    return filled.view(torch.int64)
 
 
 @lru_cache(maxsize=1)

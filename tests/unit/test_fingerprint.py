@@ -96,13 +96,17 @@ def test_many_tensors_of_few_sizes_are_the_stated_sums(
     assert len(expected) == 60
 
 
-def test_a_small_tensor_of_many_costs_two_operations_of_its_device() -> None:
-    """Where its words are copied to, and a share of what is done for all of them."""
+def test_a_small_tensor_of_many_costs_no_operation_of_its_own() -> None:
+    """Put together, salted, three steps of two each and the sum: for all of one size."""
     tensors = {str(number): torch.ones(4, 4 + number % 4) for number in range(400)}
     fingerprints(tensors.items())  # makes the keys
     with CountedOperations() as counted:
         fingerprints(tensors.items())
-    assert counted.number < 2 * len(tensors)
+    assert counted.number <= 4 * (1 + 1 + 3 * 2 + 1) + 2  # and all sums to the host
+    one_after_the_other = iter(tensors.items())
+    with CountedOperations() as counted:
+        assert fingerprints(one_after_the_other) == fingerprints(tensors.items())
+    assert counted.number > len(tensors)  # each is copied before the next one is asked for
 
 
 def test_every_change_of_any_single_element_shows() -> None:

@@ -119,7 +119,7 @@ def num_bytes(meta: TensorMeta) -> int:
 
 def packed_digest(flat: Tensor, tensors: Sequence[TensorMeta]) -> str:
     """``WireWeights.digest`` of weights that lie in one bucket, from what was packed."""
-    return weights_digest(fingerprints(unpacked(flat, tensors)))
+    return weights_digest(fingerprints([*unpacked(flat, tensors)]))
 
 
 def unpacked(flat: Tensor, tensors: Sequence[TensorMeta]) -> Iterator[tuple[str, Tensor]]:

@@ -101,7 +101,7 @@ def whole_checksums(
         RuntimeError: in every process, when one has failed or two hold different layouts.
     """
     if group.size == 1:
-        return checksums(file_tensors(parameters, config))
+        return checksums([*file_tensors(parameters, config)])
     failure, parts, room = "", [], _Room.of([], group.size)
     try:
         parts = _parts(parameters, config, group.size)
