@@ -148,6 +148,31 @@ def test_a_load_at_once_is_two_operations() -> None:
     assert counted.number - made.number == 2  # all copies, and zeros for the padding
 
 
+def test_parameters_that_move_are_looked_for_again() -> None:
+    model, direct = Qwen3ForCausalLM(), DirectLoad(CONFIG, 1)
+    for seed in range(2):
+        direct.load(model, *bucket_of(seed))
+    for weight in model.parameters():
+        weight.data = torch.full_like(weight, torch.nan)
+    direct.load(model, *bucket_of(2))
+    assert_holds(model, bucket_of(2))
+    assert model.loads == 1
+
+
+def test_a_place_with_gaps_is_filled_as_well() -> None:
+    """Padding of inner columns, as of a feed-forward whose width SGLang rounds up."""
+    model, direct = Qwen3ForCausalLM(), DirectLoad(CONFIG, 1)
+    for layer in model.model.layers:
+        layer.mlp.down_proj.weight = parameter(HIDDEN, INNER + 4)
+    place = model.place
+    model.place = lambda name: place(name)[:, :INNER] if "down_proj" in name else place(name)
+    for seed in range(2):
+        direct.load(model, *bucket_of(seed))
+        assert_holds(model, bucket_of(seed))
+    assert model.loads == 1
+    assert not any(layer.mlp.down_proj.weight[:, INNER:].any() for layer in model.model.layers)
+
+
 def test_a_model_that_keeps_them_elsewhere_loads_every_bucket_itself() -> None:
     model, direct = Qwen3ForCausalLM(), DirectLoad(CONFIG, 1)
     model.swapped = True

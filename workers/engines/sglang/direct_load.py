@@ -19,6 +19,8 @@ from workers.fingerprint import fingerprints
 PLAIN = frozenset({"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 """Classes of models that compute with their parameters alone, and keep nothing made of them."""
 
+_Where = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
+
 
 class DirectLoad:
     """The loading of buckets of one model in one process."""
@@ -29,6 +31,8 @@ class DirectLoad:
         self._possible = processes == 1
         self._proved: Any = None
         """The model whose tensors were found in their places."""
+        self._places: _Places | None = None
+        """Those of the model that was proved."""
 
     def load(self, model: Any, flat: Tensor, metadata: Sequence[Any]) -> None:
         """Bring the tensors of a bucket to the parameters of ``model``.
@@ -38,30 +42,37 @@ class DirectLoad:
             flat: [bytes] of the bucket.
             metadata: what lies where in it, as SGLang's ``FlattenedTensorMetadata``.
         """
-        sizes = [each.end_idx - each.start_idx for each in metadata]
-        tensors = [
-            (each.name, part.view(each.dtype).view(each.shape))
-            for each, part in zip(metadata, flat.split(sizes), strict=True)
-        ]
-        places = _Places.of(model, self._config) if self._possible else None
-        if places is None or not places.fit(tensors):
-            model.load_weights(tensors)
+        places = self._places_of(model) if self._possible else None
+        if places is None or not places.fit(metadata):
+            model.load_weights(_tensors(flat, metadata))
         elif self._proved is model:
-            places.fill(tensors)
+            places.fill(flat, metadata)
         else:
+            tensors = _tensors(flat, metadata)
             model.load_weights(tensors)
             self._possible = places.hold(tensors)
             self._proved = model if self._possible else None
+            self._places = places if self._possible else None
         if flat.is_cuda:
             # Whoever is told that it is loaded fills the memory anew.
             torch.cuda.current_stream(flat.device).synchronize()
+
+    def _places_of(self, model: Any) -> "_Places | None":
+        """Looked for once, and again when a parameter lies elsewhere."""
+        if self._proved is model and self._places is not None and self._places.are_those_of(model):
+            return self._places
+        return _Places.of(model, self._config)
 
 
 class _Places:
     """Where a model keeps every tensor of its files."""
 
-    def __init__(self) -> None:
+    def __init__(self, where: list[_Where]) -> None:
+        """``where``: of the parameters that they lie in."""
+        self._where = where
         self._views: dict[str, Tensor] = {}
+        self._targets: dict[str, Tensor] = {}
+        """The same, [elements] where they lie one after the other."""
         self._padding: list[Tensor] = []
 
     @classmethod
@@ -69,35 +80,61 @@ class _Places:
         """Those of a model of ``PLAIN``; None for any other."""
         if type(model).__name__ not in PLAIN:
             return None
-        places = cls()
+        places = cls(_where(model))
         for name, tensor in process_tensors(parameters_of(model), config, 1):
             found = extent(name, config)
             whole = tensor.shape[found.dimension] if found is not None else 0
-            if found is None or whole <= found.size:
-                places._views[name] = tensor
-                continue
-            sizes = [found.size, whole - found.size]
-            places._views[name], padding = tensor.split(sizes, found.dimension)
-            places._padding.append(padding)
+            view = tensor
+            if found is not None and whole > found.size:
+                sizes = [found.size, whole - found.size]
+                view, padding = tensor.split(sizes, found.dimension)
+                places._padding.append(padding)
+            places._views[name] = view
+            places._targets[name] = view.view(-1) if view.is_contiguous() else view
         return places
 
-    def fit(self, tensors: Sequence[tuple[str, Tensor]]) -> bool:
-        """Whether ``tensors`` are all there are, each of its place's shape and type."""
-        return len(tensors) == len(self._views) and all(
-            (place := self._views.get(name)) is not None
-            and place.shape == tensor.shape
-            and place.dtype == tensor.dtype
-            for name, tensor in tensors
+    def are_those_of(self, model: Any) -> bool:
+        """Whether every parameter of ``model`` lies where it lay."""
+        return self._where == _where(model)
+
+    def fit(self, metadata: Sequence[Any]) -> bool:
+        """Whether they are of all tensors there are, each of its place's shape and type."""
+        return len(metadata) == len(self._views) and all(
+            (place := self._views.get(each.name)) is not None
+            and place.shape == each.shape
+            and place.dtype == each.dtype == metadata[0].dtype
+            for each in metadata
         )
 
-    def fill(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        """Copy each of them to its place; padding is zero, as SGLang leaves it."""
-        targets = [self._views[name] for name, _ in tensors]
+    def fill(self, flat: Tensor, metadata: Sequence[Any]) -> None:
+        """Copy what fits to its places; padding is zero, as SGLang leaves it."""
+        dtype = metadata[0].dtype
+        sizes = [(each.end_idx - each.start_idx) // dtype.itemsize for each in metadata]
+        targets = [self._targets[each.name] for each in metadata]
+        parts = flat.view(dtype).split(sizes)
+        sources = [part.view(to.shape) for part, to in zip(parts, targets, strict=True)]
         with torch.no_grad():
-            torch._foreach_copy_(targets, [tensor for _, tensor in tensors])
+            torch._foreach_copy_(targets, sources)
             for padding in self._padding:
                 padding.zero_()
 
     def hold(self, tensors: Sequence[tuple[str, Tensor]]) -> bool:
         """Whether each of them lies in its place."""
         return fingerprints(tensors) == fingerprints(self._views.items())
+
+
+def _where(model: Any) -> list[_Where]:
+    """Address and layout of every parameter."""
+    return [
+        (each.data_ptr(), each.dtype, tuple(each.shape), each.stride())
+        for _, each in parameters_of(model)
+    ]
+
+
+def _tensors(flat: Tensor, metadata: Sequence[Any]) -> list[tuple[str, Tensor]]:
+    """The tensors of a bucket, views of it, by name."""
+    sizes = [each.end_idx - each.start_idx for each in metadata]
+    return [
+        (each.name, part.view(each.dtype).view(each.shape))
+        for each, part in zip(metadata, flat.split(sizes), strict=True)
+    ]
