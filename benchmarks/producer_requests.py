@@ -34,6 +34,7 @@ from statistics import fmean, median
 from typing import Any
 
 import orjson
+import uvloop
 
 from activities.rollout.collection_file import read_samples, write_collection
 from activities.rollout.producer import RolloutProducer
@@ -89,7 +90,7 @@ def measured(told: argparse.Namespace, tokens: int) -> dict[str, float]:
         command = [sys.executable, __file__, "--serve", handle, "--tokens", str(tokens)]
         engine = subprocess.Popen(command, pass_fds=[listener.fileno()])
     try:
-        row = asyncio.run(measure(told, tokens, url))
+        row = uvloop.run(measure(told, tokens, url))  # the actor's loop
     finally:
         engine.terminate()
         engine.wait(START_S)

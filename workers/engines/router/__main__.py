@@ -4,9 +4,10 @@ Exit status: 0 after SIGTERM or SIGINT, 1 when the router failed, 2 for a usage 
 that is taken, said in one line.
 """
 
-import asyncio
 import logging
 import sys
+
+import uvloop
 
 from models.errors import ConfigurationError
 from workers.engines.lifecycle import bind, follow_parent
@@ -31,7 +32,7 @@ def main(arguments: list[str]) -> int:
     async def serve() -> None:
         await RouterServer(options, token).run(listener)
 
-    asyncio.run(serve())
+    uvloop.run(serve())  # half the processor time of a call under asyncio's own
     return 0
 
 
