@@ -7,6 +7,7 @@ faults become ``GenerationFault`` and the caller requeues the whole prompt group
 import asyncio
 
 import httpx
+import orjson
 from pydantic import ValidationError
 
 from activities.wire.answer_checks import answer_problem
@@ -108,7 +109,7 @@ class EngineClient(EngineControls):
         self, request: GenerateRequest, content: bytes, vocab_size: int
     ) -> GenerateResponse:
         try:
-            answer = GenerateResponse.model_validate_json(content)
+            answer = _read_answer(content)
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
             field = ".".join(str(part) for part in first["loc"]) or "body"
@@ -131,3 +132,13 @@ class EngineClient(EngineControls):
         if category is None:
             return ContractViolation(f"{message} (not a known serving fault)")
         return GenerationFault(message, category)
+
+
+def _read_answer(content: bytes) -> GenerateResponse:
+    """The answer in ``content``; pydantic's own reading of JSON takes half as long again."""
+    try:
+        fields = orjson.loads(content)
+    except orjson.JSONDecodeError:
+        # It takes NaN, which is found and named later, and says what is wrong with the rest.
+        return GenerateResponse.model_validate_json(content)
+    return GenerateResponse.model_validate(fields)

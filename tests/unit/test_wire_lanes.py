@@ -166,6 +166,66 @@ async def test_answers_of_every_framing_are_whole(http):
     assert len(connections) == 1
 
 
+@pytest.mark.parametrize("length", [1, 7, 40, 59, 60, 61])
+async def test_an_answer_may_come_in_pieces_of_any_size(http, length):
+    answer = b"HTTP/1.1 404 Not Found\r\nX-Told: a b\r\nContent-Length: 5\r\n\r\nwhole"
+    connections = []
+
+    async def serve(reader, writer):
+        connections.append(writer)
+        while await reader.read(1 << 16):
+            for start in range(0, len(answer), length):
+                writer.write(answer[start : start + length])
+                await writer.drain()
+                await asyncio.sleep(0.001)  # a packet of its own
+        writer.close()
+
+    listener = await asyncio.start_server(serve, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+    async with listener:
+        for _ in range(2):
+            found = await http.post(url, json=1)
+            assert (found.status_code, found.text, found.headers["x-told"]) == (404, "whole", "a b")
+    assert len(connections) == 1
+
+
+async def test_an_answer_without_a_body_is_whole_at_once(http):
+    empty = [b"HTTP/1.1 204 No Content\r\n\r\n", b"HTTP/1.1 200\r\ncontent-length: 0\r\n\r\n"]
+    listener, connections, url = await serving([*empty, GOOD])
+    async with listener:
+        found = [await http.post(url, json=1) for _ in range(3)]
+    assert [(each.status_code, each.text) for each in found] == [(204, ""), (200, ""), (200, "ok")]
+    assert len(connections) == 1
+
+
+async def test_a_server_that_says_it_hangs_up_is_not_asked_again(http):
+    last = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nConnection: close\r\n\r\nok"
+    listener, connections, url = await serving([last, GOOD])
+    async with listener:
+        assert [(await http.post(url, json=1)).text for _ in range(2)] == ["ok", "ok"]
+    assert len(connections) == 2
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        b"content-length: 2\r\ncontent-length: 3\r\n",
+        b"content-length: -2\r\n",
+        b"content-length: two\r\n",
+        b"content-length : 2\r\n",
+        b"content-length: 1\r\n",  # and two bytes come
+    ],
+)
+async def test_an_answer_of_doubtful_length_is_a_transport_error(http, headers):
+    listener, connections, url = await serving([b"HTTP/1.1 200 OK\r\n" + headers + b"\r\nok", GOOD])
+    async with listener:
+        with pytest.raises(httpx.RemoteProtocolError):
+            async with asyncio.timeout(5):
+                await http.post(url, json=1)
+        assert (await http.post(url, json=1)).text == "ok"
+    assert len(connections) == 2
+
+
 async def test_nobody_there_is_a_connect_error(http):
     listener, _, url = await serving([])
     listener.close()
@@ -174,9 +234,10 @@ async def test_nobody_there_is_a_connect_error(http):
         await http.post(url, json=1)
 
 
-async def test_a_header_that_http_does_not_take_is_not_sent(server, http):
+@pytest.mark.parametrize("value", ["two\nlines", "two\r\nx-more: headers", "nul\0"])
+async def test_a_header_that_http_does_not_take_is_not_sent(server, http, value):
     with pytest.raises(httpx.LocalProtocolError):
-        await http.post(server.url, json=1, headers={"x-bad": "two\nlines"})
+        await http.post(server.url, json=1, headers={"x-bad": value})
 
 
 def test_calls_are_made_under_the_loop_of_an_actor():
