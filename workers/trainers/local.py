@@ -41,7 +41,7 @@ from workers.trainers.routing_events import record_load, record_replay
 from workers.trainers.row_layout import RowLayout
 from workers.trainers.schedule import LearningRate
 from workers.trainers.sending import WeightSender
-from workers.trainers.sharded import shard
+from workers.trainers.sharded import shard, stays_gathered
 from workers.trainers.state import TrainerState, read_state, write_state
 from workers.trainers.step_event import OPTIMIZER, PACKING, optimizer_event, packing_event
 from workers.trainers.step_loss import StepLoss, UpdateTokens
@@ -146,16 +146,15 @@ class LocalTrainer:
         seed = update_seed(self.spec.data.seed, update)
         torch.manual_seed(seed)
         self._memory.begin()
+        # The load of routers is of every sample of a step, not of those with a gradient alone.
+        keep_tied = self._judge.settings.needs_every_sample or bool(self._routing.names)
         with agreed(self.ranks):
             batch = accepted(self.spec, groups)
             lag = batch.versions.lag(self.policy_version, self.spec.max_group_age)
-        # The load of routers is of every sample of a step, not of those with a gradient alone.
-        keep_tied = self._judge.settings.needs_every_sample or bool(self._routing.names)
-        plans = plan_steps(batch, self.spec.steps_per_update, seed, keep_tied=keep_tied)
-        tally = UpdateTally()
-        steps = [plan for plan in plans if plan.has_signal]
-        with agreed(self.ranks):
+            plans = plan_steps(batch, self.spec.steps_per_update, seed, keep_tied=keep_tied)
             shares = [plan.share(self.ranks.rank, self.ranks.world) for plan in plans]
+            steps = [own for plan, own in zip(plans, shares, strict=True) if plan.has_signal]
+        tally = UpdateTally()
         own = [member for share in shares for member in share.members]
         tokens = UpdateTokens.of(batch, self._scorer.device, members=own)
         if steps:
@@ -259,14 +258,17 @@ class LocalTrainer:
             )
 
     def _scorer_of(self, model: Any, routing: Routing | None = None) -> Scorer:
-        body = shard(model, self._dtype) if self.ranks.world > 1 else None
+        body = None
+        if self.ranks.world > 1:
+            stay = stays_gathered(model, self._dtype, self.ranks)
+            body = shard(model, self._dtype, stay=stay)
         return scorer_of(self.spec, model, routing, body)
 
     def _run_steps(
         self, tokens: UpdateTokens, steps: Sequence[StepPlan], tally: UpdateTally
     ) -> dict[str, float]:
-        """Take the optimizer steps of one update."""
-        works = [self._work(tokens.batch, plan) for plan in steps]
+        """Take the optimizer steps of one update; ``steps`` are this rank's shares of them."""
+        works = [self._work(tokens.batch, own) for own in steps]
         counted = [self._count(tokens.batch, work, i) for i, work in enumerate(works)]
         scores = UpdateScores(
             self._judge,
@@ -310,18 +312,15 @@ class LocalTrainer:
                 published_step=self._published_step,
                 seconds=time.perf_counter() - started,
             )
-            self._judge.append(OPTIMIZER, event)
             where = {"step": self.policy_version, "rollout_id": self.next_update}
-            budget = self.spec.trainer.micro_batch_tokens
-            self._judge.append(PACKING, packing_event(work, budget, **where))
+            packing = packing_event(work, self.spec.trainer.micro_batch_tokens, **where)
+            self._judge.append_all({OPTIMIZER: event, PACKING: packing})
             metrics |= record_load(self._judge, len(work.micros), **where)
             tally.add_packs(work.num_packs, len(work.scored))
         return metrics
 
-    def _work(self, batch: TrainingBatch, plan: StepPlan) -> StepWork:
-        """This rank's share of an optimizer step."""
-        with agreed(self.ranks):
-            own = plan.share(self.ranks.rank, self.ranks.world)
+    def _work(self, batch: TrainingBatch, own: StepPlan) -> StepWork:
+        """This rank's share of an optimizer step, laid out."""
         micros = self._layout.micro_batches(batch, own, self.ranks)
         return StepWork(own.members, own.active, micros)
 

@@ -53,8 +53,10 @@ def score_profile(
             torch.stack([gap[chosen].sum() for chosen in members]),
         ]
     )
-    counts, sums = ranks.all_reduce_sum(own).tolist()
-    largest = gap.max() if len(gap) else torch.zeros((), dtype=torch.float64)
+    largest = torch.zeros(ranks.world, dtype=torch.float64)  # the sum has every rank's in its place
+    largest[ranks.rank] = gap.max() if len(gap) else 0.0
+    joint = ranks.all_reduce_sum(torch.cat([own.flatten(), largest]))
+    (counts, sums), largest = joint[: own.numel()].view_as(own).tolist(), joint[own.numel() :]
     histogram = [int(x) for x in counts[: len(EDGES) + 1]]
     if sum(histogram) == 0:
         raise ContractViolation(
@@ -67,7 +69,7 @@ def score_profile(
         "source": source,
         "active_tokens": sum(histogram),
         "mean_abs": sum(sums[: len(histogram)]) / sum(histogram),
-        "max_abs": float(ranks.all_reduce_max(largest)),
+        "max_abs": float(largest.max()),
         **{name: _upper_edge(histogram, share) for name, share in _QUANTILES.items()},
         "histogram_upper_edges": list(EDGES),
         "histogram_counts": histogram,

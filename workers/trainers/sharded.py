@@ -2,12 +2,16 @@
 
     ShardedBody                    embeddings, last norm, head: gathered from the forward of a
     +- model.base_model            micro-batch to the end of its backward
-       +- layers[i]                gathered for their own forward and backward
+       +- layers[i]                gathered for their own forward and backward, or from one to the
+                                   other where that takes little of a device's memory
 
 The head is used outside the body's forward, chunk by chunk and differentiated by hand. So it
 belongs to the outer module, whose parameters stay gathered between forward and backward: what the
 chunks add to the head's gradient is there when the body's backward ends and reduces it. A tied head
 is the embedding, in the same place.
+
+A block asks for the next one's weights before it computes: the processor, which has more to do for
+every block than with one rank, need not be far ahead of the GPU for both to overlap.
 
 Gradients are summed over ranks, never averaged: every rank divides by counts of the whole step.
 With bfloat16 arithmetic blocks are gathered in bfloat16, which autocast would round them to anyway,
@@ -15,8 +19,10 @@ while the outer module stays in float32, and with it the residual stream; gradie
 float32. Master weights, their gradients and the optimizer's moments are float32 everywhere.
 """
 
+from itertools import pairwise
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -24,6 +30,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from models.errors import ConfigurationError
+from workers.trainers.ranks import Ranks
+
+_KEPT_SHARE = 1 / 32
+"""Of a device's memory may be blocks that stay gathered until their backward: little beside what
+layers keep for it, and every block is gathered once instead of twice."""
 
 
 class ShardedBody(nn.Module):
@@ -44,33 +55,62 @@ class ShardedBody(nn.Module):
 
     def release(self) -> None:
         """Drop what a forward without backward left gathered."""
-        assert isinstance(self, FSDPModule)
-        self.reshard()
+        for module in self.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
-def shard(model: Any, compute_dtype: torch.dtype) -> ShardedBody:
-    """Deal the parameters of ``model`` to all ranks, in place.
+def stays_gathered(model: Any, compute_dtype: torch.dtype, ranks: Ranks) -> bool:
+    """Whether all blocks, gathered, are a small part of the memory of every rank's device.
 
     Raises:
         ConfigurationError: the model has no list of blocks.
     """
-    blocks = getattr(model.base_model, "layers", None)
-    if not isinstance(blocks, nn.ModuleList):
-        raise ConfigurationError(
-            f"{type(model).__name__} has no list of blocks named layers and cannot be dealt to "
-            "several processes; set trainer.num_processes = 1"
-        )
+    parameters = list(_blocks(model).parameters())
+    device = parameters[0].device
+    memory = psutil.virtual_memory().total
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+    gathered = sum(p.numel() for p in parameters) * compute_dtype.itemsize
+    too_large = torch.tensor(float(gathered > _KEPT_SHARE * memory))
+    return float(ranks.all_reduce_max(too_large)) == 0
+
+
+def shard(model: Any, compute_dtype: torch.dtype, *, stay: bool = False) -> ShardedBody:
+    """Deal the parameters of ``model`` to all ranks, in place.
+
+    Args:
+        model: whole on every rank.
+        compute_dtype: blocks are gathered in it.
+        stay: whether blocks stay gathered from their forward to their backward, as on all ranks.
+
+    Raises:
+        ConfigurationError: the model has no list of blocks.
+    """
+    blocks = _blocks(model)
     device = next(model.parameters()).device.type
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     if compute_dtype == torch.bfloat16:
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     for block in blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=not stay)
     body = ShardedBody(model)
     fully_shard(body, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
     for module in body.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+    for module, following in pairwise((body, *blocks)):
+        module.set_modules_to_forward_prefetch([following])
     return body
+
+
+def _blocks(model: Any) -> nn.ModuleList:
+    blocks = getattr(model.base_model, "layers", None)
+    if not isinstance(blocks, nn.ModuleList):
+        raise ConfigurationError(
+            f"{type(model).__name__} has no list of blocks named layers and cannot be dealt to "
+            "several processes; set trainer.num_processes = 1"
+        )
+    return blocks

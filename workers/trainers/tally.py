@@ -71,15 +71,20 @@ class UpdateTally:
 
     def reduce(self, ranks: Ranks) -> None:
         """Make the sums those of all ranks."""
-        self.sums = ranks.all_reduce_sum(self.sums)
-        counts = [float(x) for x in (self.model_tokens, self.packs, self.packed_samples)]
-        own = torch.tensor([counts, *self.step_losses], dtype=torch.float64)
-        counts, *losses = ranks.all_reduce_sum(own).tolist()
+        counts = torch.tensor([self.model_tokens, self.packs, self.packed_samples])
+        losses = torch.tensor(self.step_losses, dtype=torch.float64).reshape(-1, 3)
         routers = torch.tensor(self.router_losses, dtype=torch.float64).reshape(-1, 2)
-        self.router_losses = [AuxiliaryParts(*x) for x in ranks.all_reduce_sum(routers).tolist()]
+        parts = [self.sums.cpu(), counts.double(), losses, routers]
+        joint = ranks.all_reduce_sum(torch.cat([part.flatten() for part in parts]))
+        found = [
+            part.view_as(own)
+            for part, own in zip(joint.split([p.numel() for p in parts]), parts, strict=True)
+        ]
+        self.sums, counts, losses, routers = found
+        self.router_losses = [AuxiliaryParts(*x) for x in routers.tolist()]
         self.model_tokens, self.packs, self.packed_samples = (int(x) for x in counts)
         self.ranks = ranks.world
-        self.step_losses = [(total, policy, kl) for total, policy, kl in losses]
+        self.step_losses = [(total, policy, kl) for total, policy, kl in losses.tolist()]
 
     def metrics(self, settings: LossSettings, *, has_routers: bool) -> dict[str, float]:
         """The token-level rows of the metrics table."""

@@ -7,7 +7,7 @@ score_reference   log-probs of the reference
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,8 +100,13 @@ class Judge:
 
     def append(self, event: str, values: dict[str, Any]) -> None:
         """Append an event to this rank's contract file; no rank goes on when one cannot."""
+        self.append_all({event: values})
+
+    def append_all(self, events: Mapping[str, dict[str, Any]]) -> None:
+        """Append several events, in their order, and agree once."""
         with agreed(self.ranks):
-            self.contract.append(event, values)
+            for event, values in events.items():
+                self.contract.append(event, values)
 
 
 class UpdateScores:
