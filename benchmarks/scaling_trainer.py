@@ -2,6 +2,7 @@ r"""Trainers of 1, 2 and 4 ranks on one host: speed by rank, and whether they le
 
     python benchmarks/scaling_trainer.py --gpus 4 --out trainer.json
     python benchmarks/scaling_trainer.py --cpu --gpus 2 --out trainer.json      two ranks over gloo
+    python benchmarks/scaling_trainer.py --gpus 2 --profile timelines --out trainer.json
 
 Every trainer of W ranks takes ten updates of W times 16,384 tokens, in documents of one length, so
 that no rank waits for another one's longer pack; a rank's share is one micro-batch. The model, its
@@ -13,7 +14,9 @@ them the loss, move with the weights.
 Trainers whose GPUs fit beside one another run at the same time. When one of the compiled trainers
 fails, all are measured once more without compiling, as far as ``--budget-s`` allows.
 
-Efficiency is tokens/s of W ranks over W times those of one.
+Ranks begin an update together: making its collection is not part of it. Efficiency is tokens/s of
+W ranks over W times those of one. With ``--profile`` every trainer takes one more update, whose
+time line is printed for every rank (``step_timeline.py``); the traces stay in that folder.
 """
 
 import argparse
@@ -27,7 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +65,8 @@ class Order:
     model: str
     folder: str
     """Of this trainer: rendezvous, contract files, result."""
+    profile: str = ""
+    """Where time lines go; none without."""
 
 
 def main() -> None:
@@ -71,6 +76,8 @@ def main() -> None:
         return
     told = _arguments()
     rows = measure(told)
+    for table in sorted(told.profile.glob("*.txt")) if told.profile else ():
+        print(f"{table.stem}\n{table.read_text()}")
     told.out.write_text(json.dumps({"rows": rows, **about(told)}, indent=2) + "\n")
     if any("error" in row for row in rows):
         raise SystemExit("\n".join(row["error"] for row in rows if "error" in row))
@@ -121,12 +128,9 @@ def run_wave(
         place.mkdir(parents=True)
         visible = "" if told.cpu else ",".join(map(str, range(first, first + world)))
         scales = tuple(each for each in WORLDS if each <= told.gpus) if world == 1 else (world,)
-        started[world] = [
-            start_rank(
-                Order(world, rank, scales, compiled, told.cpu, str(model), str(place)), visible
-            )
-            for rank in range(world)
-        ]
+        profile = str(told.profile.resolve()) if told.profile else ""
+        common = (scales, compiled, told.cpu, str(model), str(place), profile)
+        started[world] = [start_rank(Order(world, rank, *common), visible) for rank in range(world)]
         first += world
     return [finish(world, ranks, folder / str(world), deadline) for world, ranks in started.items()]
 
@@ -213,6 +217,9 @@ def be_rank(order: Order) -> None:
                 "seconds": took,
                 "seconds_low": min(seconds[WARM_UP:]),
                 "seconds_high": max(seconds[WARM_UP:]),
+                "processor_seconds": statistics.median(
+                    each["train/cpu_seconds"] for each in metrics[WARM_UP:]
+                ),
                 "first_update_seconds": seconds[0],
                 "tokens_per_s": sum(documents) / took,
                 "mfu": None if order.cpu else rate / PEAK_RATE,
@@ -232,7 +239,8 @@ def train(
 ) -> tuple[list[float], list[dict[str, float]]]:
     """Ten updates of a new trainer: seconds and metrics of each."""
     import torch
-    from trainer_throughput import Lengths, make_groups
+    from step_timeline import observed
+    from trainer_throughput import Lengths
 
     from workers.trainers.local import LocalTrainer
 
@@ -241,19 +249,36 @@ def train(
     spec = run_spec(order, documents, lengths, root, vocabulary)
     trainer = LocalTrainer(spec, Path(order.model), ranks=ranks)
     seconds, metrics = [], []
-    for update in range(UPDATES):
-        groups = make_groups(documents, lengths, vocabulary, trainer.policy_version)
-        for group in groups:
-            for sample in group.samples:
-                sample.logprobs = [-math.log(vocabulary)] * len(sample.response_token_ids)
+    for _ in range(UPDATES):
+        update = prepared(trainer, documents, lengths, vocabulary)
         started = time.perf_counter()
-        metrics.append(trainer.optimize(update, f"{update:064x}", groups).metrics)
+        metrics.append(update())
         seconds.append(time.perf_counter() - started)
-    del trainer
+    if order.profile and scale == order.world:
+        place = Path(order.profile) / f"{order.world}-ranks-rank{order.rank}"
+        update = prepared(trainer, documents, lengths, vocabulary)
+        seen = observed(update, place.with_suffix(".json.gz"), gpu=not order.cpu)
+        place.with_suffix(".txt").write_text(seen.table() + "\n")
+    del trainer, update
     gc.collect()
     if not order.cpu:
         torch.cuda.empty_cache()
     return seconds, metrics
+
+
+def prepared(
+    trainer: Any, documents: Sequence[int], lengths: Any, vocabulary: int
+) -> Callable[[], dict[str, float]]:
+    """The next update, to be called when all ranks have theirs; answers its metrics."""
+    from trainer_throughput import make_groups
+
+    update = trainer.next_update
+    groups = make_groups(documents, lengths, vocabulary, trainer.policy_version)
+    for group in groups:
+        for sample in group.samples:
+            sample.logprobs = [-math.log(vocabulary)] * len(sample.response_token_ids)
+    trainer.ranks.agree(None)
+    return lambda: trainer.optimize(update, f"{update:064x}", groups).metrics
 
 
 def run_spec(
@@ -323,6 +348,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--gpus", type=int, required=True, help="of this host; ranks with --cpu")
     parser.add_argument("--cpu", action="store_true", help="a tiny model, one thread a rank")
     parser.add_argument("--eager", action="store_true", help="do not compile")
+    parser.add_argument("--profile", type=Path, help="folder for time lines of one more update")
     parser.add_argument("--budget-s", type=float, default=200.0)
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args()

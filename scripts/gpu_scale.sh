@@ -19,6 +19,7 @@
 #   OUT=runs/gpu-scale        logs, a JSON file for each part, rows.md, summary.txt
 #   PERDURE_PYTHON=python3    the interpreter; on a bare machine the one that has torch
 #   PERDURE_SITE=~/site       a folder of packages (pip --target) for a machine without an index
+#   PERDURE_SCALE_PROFILE=    1: time lines of the trainers' updates, printed, and in OUT/timelines
 #   PERDURE_SCALE_LIMIT_S=585 for everything (with --cpu 1800); parts that no time is left for are
 #                             not begun
 set -uo pipefail
@@ -89,6 +90,7 @@ command_of() {
   case "$1" in
     trainer)
       command=("$python" benchmarks/scaling_trainer.py "${common[@]}" "${cpu[@]}" --budget-s "$2")
+      [ -z "${PERDURE_SCALE_PROFILE:-}" ] || command+=(--profile "$out/timelines")
       ;;
     engines)
       command=("$python" benchmarks/scaling_engines.py "${common[@]}" --work "$work/engines")

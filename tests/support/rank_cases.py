@@ -8,6 +8,7 @@ from typing import Any
 import numpy
 import torch
 from step_reference import chunks, layout
+from torch.profiler import ProfilerActivity, profile
 
 from activities.storage.store import Store
 from configs.run import RunSpec
@@ -33,7 +34,7 @@ from workers.trainers.router_losses import RouterObjective
 from workers.trainers.routers import find_routers
 from workers.trainers.routing import Routing
 from workers.trainers.sharded import shard
-from workers.trainers.shards import whole
+from workers.trainers.shards import is_sharded, whole
 from workers.trainers.step_loss import StepLoss, UpdateTokens
 from workers.trainers.tally import UpdateTally
 
@@ -114,9 +115,31 @@ def router_gradient(
     }
 
 
-def _scorer(folder: Path) -> tuple[Scorer, Any]:
+def gatherings(
+    ranks: ProcessRanks, model_dir: Path, groups: list[SampleGroup], stay: bool
+) -> tuple[int, int, int]:
+    """All-gathers of one micro-batch in training and of one that is scored; what stays gathered.
+
+    The last is a number of parameters, after both.
+    """
+    scorer, model = _scorer(model_dir, stay=stay)
+    batch = TrainingBatch.of(groups)
+    micro = layout(batch, range(len(batch.samples)), True)
+    seen = []
+    for work in (
+        lambda: scorer.backward(micro, lambda new, _entropy, _index: new.sum()),
+        lambda: scorer.score(micro),
+    ):
+        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+            work()
+        rows = profiled.key_averages()
+        seen.append(sum(row.count for row in rows if row.key == "c10d::_allgather_base_"))
+    return seen[0], seen[1], sum(not is_sharded(p) for p in model.parameters())
+
+
+def _scorer(folder: Path, *, stay: bool = False) -> tuple[Scorer, Any]:
     model = load_model(folder, attention="sdpa", dtype=torch.float64).eval()
-    body = shard(model, torch.float64)
+    body = shard(model, torch.float64, stay=stay)
     return Scorer.of(model, 1.0, 5, torch.float64, body=body), model
 
 

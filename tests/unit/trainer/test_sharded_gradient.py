@@ -5,7 +5,7 @@ The second rank has fewer micro-batches than the first and computes fillers.
 
 import pytest
 import torch
-from rank_cases import gradient
+from rank_cases import gatherings, gradient
 from step_reference import Reference, spread
 
 from workers.trainers.batch import TrainingBatch
@@ -82,3 +82,12 @@ def test_two_ranks_equal_the_reference(
         assert found.keys() == gradients.keys()
         for name, values in gradients.items():
             assert abs(found[name] - values).max() <= TOLERANCE, name
+
+
+@pytest.mark.parametrize(("stay", "each"), [(True, 1), (False, 2)])
+def test_blocks_that_stay_are_gathered_once(two_ranks, folders, make_groups, stay, each):
+    """The outer module once; nothing is left gathered for an export or the next step to find."""
+    model, _, model_dir, _ = folders("qwen3")
+    blocks = len(model.base_model.layers)
+    for answer in two_ranks.run(gatherings, model_dir, make_groups(), stay):
+        assert answer == (1 + each * blocks, 1 + blocks, 0)
