@@ -95,6 +95,7 @@ class EngineConfirmation(Frozen):
     version: int
     digest: str
     seconds: float
+    """From the first call to it; waiting for the trainer's offer and for other engines included."""
 
 
 class EngineFailure(Frozen):
