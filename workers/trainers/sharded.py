@@ -2,16 +2,18 @@
 
     ShardedBody                    embeddings, last norm, head: gathered from the forward of a
     +- model.base_model            micro-batch to the end of its backward
-       +- layers[i]                gathered for their own forward and backward, or from one to the
-                                   other where that takes little of a device's memory
+       +- layers[i]                gathered for their own forward and backward; where all of them
+                                   take little of a device's memory, some at a time and from their
+                                   forward until their backward
 
 The head is used outside the body's forward, chunk by chunk and differentiated by hand. So it
 belongs to the outer module, whose parameters stay gathered between forward and backward: what the
 chunks add to the head's gradient is there when the body's backward ends and reduces it. A tied head
 is the embedding, in the same place.
 
-A block asks for the next one's weights before it computes: the processor, which has more to do for
-every block than with one rank, need not be far ahead of the GPU for both to overlap.
+The processor has more to do for every gathering and every sum of gradients than a GPU for those of
+a small block, and must stay ahead of it for both to overlap. Hence several blocks at a time, and
+each asks for the weights of the next ones before it computes.
 
 Gradients are summed over ranks, never averaged: every rank divides by counts of the whole step.
 With bfloat16 arithmetic blocks are gathered in bfloat16, which autocast would round them to anyway,
@@ -35,6 +37,8 @@ from workers.trainers.ranks import Ranks
 _KEPT_SHARE = 1 / 32
 """Of a device's memory may be blocks that stay gathered until their backward: little beside what
 layers keep for it, and every block is gathered once instead of twice."""
+_UNIT_BYTES = 96 << 20
+"""Of blocks that stay gathered, in the compute dtype: least that is gathered at a time."""
 
 
 class ShardedBody(nn.Module):
@@ -93,15 +97,18 @@ def shard(model: Any, compute_dtype: torch.dtype, *, stay: bool = False) -> Shar
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     if compute_dtype == torch.bfloat16:
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-    for block in blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=not stay)
+    units = _units(blocks, _UNIT_BYTES // compute_dtype.itemsize if stay else 0)
+    for unit in units:
+        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=not stay)
     body = ShardedBody(model)
     fully_shard(body, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
     for module in body.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    for module, following in pairwise((body, *blocks)):
+    for module, following in pairwise((body, *(unit[0] for unit in units))):
+        assert isinstance(module, FSDPModule)
+        assert isinstance(following, FSDPModule)
         module.set_modules_to_forward_prefetch([following])
     return body
 
@@ -114,3 +121,16 @@ def _blocks(model: Any) -> nn.ModuleList:
             "several processes; set trainer.num_processes = 1"
         )
     return blocks
+
+
+def _units(blocks: nn.ModuleList, least: int) -> list[list[nn.Module]]:
+    """``blocks`` in their order, cut after every one that brings a unit to ``least`` elements."""
+    units: list[list[nn.Module]] = []
+    size = least
+    for block in blocks:
+        if size >= least:
+            units.append([])
+            size = 0
+        units[-1].append(block)
+        size += sum(p.numel() for p in block.parameters())
+    return units

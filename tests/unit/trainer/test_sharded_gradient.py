@@ -7,9 +7,11 @@ import pytest
 import torch
 from rank_cases import gatherings, gradient
 from step_reference import Reference, spread
+from torch import nn
 
 from workers.trainers.batch import TrainingBatch
 from workers.trainers.loss import LossSettings
+from workers.trainers.sharded import _units
 
 TOLERANCE = 2e-7
 pytestmark = pytest.mark.timeout(200)  # processes start for the first test
@@ -84,10 +86,19 @@ def test_two_ranks_equal_the_reference(
             assert abs(found[name] - values).max() <= TOLERANCE, name
 
 
-@pytest.mark.parametrize(("stay", "each"), [(True, 1), (False, 2)])
-def test_blocks_that_stay_are_gathered_once(two_ranks, folders, make_groups, stay, each):
-    """The outer module once; nothing is left gathered for an export or the next step to find."""
+@pytest.mark.parametrize("stay", [True, False])
+def test_blocks_that_stay_are_gathered_once(two_ranks, folders, make_groups, stay):
+    """Small ones together. Nothing is left gathered for an export or the next step to find."""
     model, _, model_dir, _ = folders("qwen3")
     blocks = len(model.base_model.layers)
+    expected = (1 + 1, 1 + 1, 0) if stay else (1 + 2 * blocks, 1 + blocks, 0)  # 1: all the rest
     for answer in two_ranks.run(gatherings, model_dir, make_groups(), stay):
-        assert answer == (1 + each * blocks, 1 + blocks, 0)
+        assert answer == expected
+
+
+def test_blocks_are_gathered_by_size():
+    sizes = [3, 3, 3, 8, 1]
+    blocks = nn.ModuleList(nn.Linear(size, 1, bias=False) for size in sizes)
+    found = [[block.in_features for block in unit] for unit in _units(blocks, 6)]
+    assert found == [[3, 3], [3, 8], [1]]
+    assert [len(unit) for unit in _units(blocks, 0)] == [1] * 5
