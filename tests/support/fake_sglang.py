@@ -96,6 +96,10 @@ FILES = {
     "sglang/srt/entrypoints/__init__.py": "",
     "sglang/srt/entrypoints/http_server.py": LAUNCH_SERVER,
     "sglang/srt/__init__.py": "",
+    "sglang/srt/managers/__init__.py": "",
+    "sglang/srt/managers/tokenizer_manager.py": (
+        "class TokenizerManager:\n    async def pause_generation(self, order): pass\n"
+    ),
     "sglang/srt/plugins.py": "def load_plugins(): pass\n",
     "sglang/srt/server_args.py": SERVER_ARGS,
     "sglang/srt/utils.py": "def kill_process_tree(pid, include_parent): pass\n",

@@ -1,4 +1,4 @@
-"""SGLang's HTTP server with our scheduler process, and refusals told from failures.
+"""SGLang's HTTP server with our scheduler process and pause, and refusals told from failures.
 
 Runs in the interpreter that has SGLang, so it imports little else of Perdure. Exit status 2: the
 model or an argument is refused, and another start would be refused as well.
@@ -14,13 +14,16 @@ REFUSED_STATUS = 2
 def main(arguments: list[str], model: str) -> None:
     """Serve until a signal or a failure; ``arguments`` are those of SGLang's command line."""
     from sglang.srt.entrypoints.http_server import launch_server
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
+    from workers.engines.sglang.pausing import prompt_pause
     from workers.engines.sglang.scheduler import run_scheduler
 
     load_plugins()
+    TokenizerManager.pause_generation = prompt_pause(TokenizerManager.pause_generation)
     try:
         load_model_files(model)
         server_args = with_key(prepare_server_args([*arguments, *key_arguments()]))
