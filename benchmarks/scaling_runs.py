@@ -97,7 +97,7 @@ class Bench:
                 "num_rollouts": updates,
                 "rollout_batch_size": 8 * self.engines,
                 "samples_per_prompt": SIBLINGS,
-                "save_interval": MEASURED // 2,
+                "save_interval": MEASURED,
             },
             "core": {
                 "max_policy_lag": 0 if colocated else 3,
@@ -150,7 +150,10 @@ class Bench:
                 why = (root / layout.WORKFLOW_JSON).read_text()[-1500:]
                 raise SystemExit(f"{root.name} failed before {what}:\n{why}")
             if time.monotonic() > self.deadline:
-                raise SystemExit(f"{root.name}: no time left to wait for {what}")
+                raise SystemExit(
+                    f"{root.name}: no time left to wait for {what} after "
+                    f"{time.monotonic() - started:.0f} s, {num_updates(root)} updates are done"
+                )
             time.sleep(POLL_S)
         return time.monotonic() - started
 
