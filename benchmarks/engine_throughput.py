@@ -67,6 +67,7 @@ from models.prompt import DataState, PreparedPrompt, PromptMetadata, VerifierTar
 from models.rollout import CollectRequest
 from models.routing import RoutedEngine, RoutingTable
 from workers.actors.allocator import return_freed_memory
+from workers.actors.garbage import freeze_living_objects
 from workers.actors.producer import decoder
 from workers.actors.router import router_command
 from workers.engines.process import ServerProcess
@@ -222,6 +223,7 @@ async def ask_producer(
     """Side (a): one collection to begin with, then the ones that count."""
     async with router_to(spec, urls, scratch) as router:
         producer = make_producer(spec, model, load)
+        freeze_living_objects()  # as the producer's actor does
         token = FenceToken(epoch=1, update=0, attempt=1)
         try:
             await producer.begin_publication(token, 0)

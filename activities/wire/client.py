@@ -43,6 +43,7 @@ class EngineClient(EngineControls):
         self._vocab_size = vocab_size
         self._context_length = context_length
         self._generate_url = httpx.URL(self.url + GENERATE)
+        self._host = self._generate_url.netloc.decode()
 
     async def generate(
         self, request: GenerateRequest, *, timeout_s: float, group: GroupTag | None = None
@@ -75,18 +76,19 @@ class EngineClient(EngineControls):
         Straight to the transport: what an ``AsyncClient`` adds (redirects, cookies, authentication
         in turns, URLs that are merged) no engine asks for, and it costs more than all the rest.
         """
+        body = request.model_dump_json(exclude_none=True).encode()
         headers = {
+            "host": self._host,
             **self._authorization,
             "content-type": "application/json",
+            "content-length": str(len(body)),
             REQUEST_ID_HEADER: request.rid,
         }
         if group is not None:
             headers[GROUP_HEADER] = group.header()
+        # A stream, so that httpx does not look for the headers that are there already.
         call = httpx.Request(
-            "POST",
-            self._generate_url,
-            headers=headers,
-            content=request.model_dump_json(exclude_none=True),
+            "POST", self._generate_url, headers=headers, stream=httpx.ByteStream(body)
         )
         answer = await self._transport.handle_async_request(call)
         answer.request = call
