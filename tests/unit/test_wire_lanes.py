@@ -4,7 +4,7 @@ import asyncio
 import gzip
 import json
 import socket
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 
 import httpx
 import pytest
@@ -135,7 +135,7 @@ GOOD = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 
 async def test_a_connection_that_the_server_closed_while_nobody_looked_is_not_used_again(http):
     listener, connections, url = await serving([GOOD, GOOD])
-    async with listener:
+    with closing(listener):
         assert (await http.get(url)).text == "ok"
         (first,) = connections
         first.get_extra_info("socket").shutdown(socket.SHUT_WR)  # the loop did not see it yet
@@ -149,10 +149,9 @@ async def test_a_connection_that_the_server_closed_while_nobody_looked_is_not_us
 )
 async def test_an_answer_that_is_not_whole_is_a_transport_error(http, answer):
     listener, _, url = await serving([answer])
-    async with listener:
-        with pytest.raises(httpx.RemoteProtocolError):
-            async with asyncio.timeout(5):
-                await http.post(url, json=1)
+    with closing(listener), pytest.raises(httpx.RemoteProtocolError):
+        async with asyncio.timeout(5):
+            await http.post(url, json=1)
 
 
 async def test_answers_of_every_framing_are_whole(http):
@@ -160,7 +159,7 @@ async def test_answers_of_every_framing_are_whole(http):
     early = b"HTTP/1.1 100 Continue\r\n\r\n" + GOOD
     to_the_end = b"HTTP/1.1 200 OK\r\n\r\nuntil they hang up"
     listener, connections, url = await serving([chunked, early, to_the_end])
-    async with listener:
+    with closing(listener):
         found = [(await http.post(url, json=1)).text for _ in range(3)]
     assert found == ["ok", "ok", "until they hang up"]
     assert len(connections) == 1
@@ -182,7 +181,7 @@ async def test_an_answer_may_come_in_pieces_of_any_size(http, length):
 
     listener = await asyncio.start_server(serve, "127.0.0.1", 0)
     url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
-    async with listener:
+    with closing(listener):
         for _ in range(2):
             found = await http.post(url, json=1)
             assert (found.status_code, found.text, found.headers["x-told"]) == (404, "whole", "a b")
@@ -192,7 +191,7 @@ async def test_an_answer_may_come_in_pieces_of_any_size(http, length):
 async def test_an_answer_without_a_body_is_whole_at_once(http):
     empty = [b"HTTP/1.1 204 No Content\r\n\r\n", b"HTTP/1.1 200\r\ncontent-length: 0\r\n\r\n"]
     listener, connections, url = await serving([*empty, GOOD])
-    async with listener:
+    with closing(listener):
         found = [await http.post(url, json=1) for _ in range(3)]
     assert [(each.status_code, each.text) for each in found] == [(204, ""), (200, ""), (200, "ok")]
     assert len(connections) == 1
@@ -201,7 +200,7 @@ async def test_an_answer_without_a_body_is_whole_at_once(http):
 async def test_a_server_that_says_it_hangs_up_is_not_asked_again(http):
     last = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nConnection: close\r\n\r\nok"
     listener, connections, url = await serving([last, GOOD])
-    async with listener:
+    with closing(listener):
         assert [(await http.post(url, json=1)).text for _ in range(2)] == ["ok", "ok"]
     assert len(connections) == 2
 
@@ -218,7 +217,7 @@ async def test_a_server_that_says_it_hangs_up_is_not_asked_again(http):
 )
 async def test_an_answer_of_doubtful_length_is_a_transport_error(http, headers):
     listener, connections, url = await serving([b"HTTP/1.1 200 OK\r\n" + headers + b"\r\nok", GOOD])
-    async with listener:
+    with closing(listener):
         with pytest.raises(httpx.RemoteProtocolError):
             async with asyncio.timeout(5):
                 await http.post(url, json=1)
