@@ -1,8 +1,6 @@
 """SGLang's pause is answered when the requests that it ends have ended."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +20,7 @@ class Manager:
         self.model_update_lock = self
         self.told: list[str] = []
         self._ends = ends
-        self._ended = asyncio.Event()
+        self._ended = False
 
     def abort_request(self, *, abort_all: bool) -> None:
         assert abort_all
@@ -31,15 +29,12 @@ class Manager:
         if self._ends:
             asyncio.get_running_loop().call_soon(self._end)
 
-    @property
-    @asynccontextmanager
-    async def writer_lock(self) -> AsyncIterator[None]:
-        await self._ended.wait()
-        yield
+    async def is_locked(self) -> bool:
+        return not self._ended
 
     def _end(self) -> None:
         self.told.append("ended")
-        self._ended.set()
+        self._ended = True
 
     async def pause_generation(self, order: SimpleNamespace) -> None:
         self.told.append(f"pause {order.mode}")
