@@ -40,5 +40,5 @@ async def _end_requests(manager: Any) -> None:
     manager.abort_request(abort_all=True)
     deadline = time.monotonic() + LOOKS_AGAIN_S
     # Every request holds it from its start to the last byte of its answer.
-    while await manager.model_update_lock.is_locked() and time.monotonic() < deadline:
+    while await manager.model_update_lock.is_locked() and time.monotonic() < deadline:  # noqa: ASYNC110
         await asyncio.sleep(_LOOK_S)
