@@ -10,6 +10,7 @@ import os
 import platform
 import random
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -138,7 +139,10 @@ def order_of(spec: RunSpec, role: str, scratch: Path, gpu: bool = False) -> Acto
 async def engine_of(
     spec: RunSpec, model: PreparedModel, scratch: Path
 ) -> AsyncIterator[tuple[ServerProcess, EngineClient]]:
-    """An engine that serves ``model`` as version 0, and a client of it; both end with the block."""
+    """An engine that serves ``model`` as version 0, and a client of it; both end with the block.
+
+    When the block fails, the end of the engine's log goes to standard error.
+    """
     order = order_of(spec, "engine", scratch, gpu=True)
     command = server_command(order, spec, model.path, 0)
     server = await ServerProcess.start(command, spec.inference.start_timeout_s)
@@ -149,6 +153,9 @@ async def engine_of(
     )
     try:
         yield server, client
+    except BaseException:
+        sys.stderr.write(f"the engine's log ends:\n{server.log_tail()}\n")
+        raise
     finally:
         await client.aclose()
         await server.stop(STOP_GRACE_S)
