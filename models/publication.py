@@ -125,7 +125,7 @@ class PublicationReport(Frozen):
     """Healing and closing the producer's boundary."""
     export_seconds: float
     memory_seconds: float = 0.0
-    """Colocated engines taking their memory back; beside the export where weights go without files."""
+    """Colocated engines taking their memory back; beside the export of weights without files."""
     pause_seconds: float
     """Looking at what engines serve, draining and pausing them."""
     load_seconds: float

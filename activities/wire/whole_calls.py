@@ -138,11 +138,13 @@ class CallConnection(asyncio.Protocol):
         found = _ANSWER_HEAD.match(data, 0, _MAX_HEAD)
         headers = _headers_of(found[2]) if found is not None else []
         length = _plain_length(headers)
-        if found is None or length is None or int(found[1]) in _NO_BODY:
+        # What is asked may end the connection as well as what is answered.
+        plain = length is not None and not any(_is_special(*each) for each in call.headers)
+        if found is None or not plain or int(found[1]) in _NO_BODY:
             self._http = _told_of(call)
             self._read(self._http, data)
             return
-        self._status, self._headers, self._missing = int(found[1]), headers, length
+        self._status, self._headers, self._missing = int(found[1]), headers, length or 0
         self._take(data[found.end() :])
 
     def _take(self, data: bytes) -> None:
@@ -234,6 +236,11 @@ def _plain_length(headers: Headers) -> int | None:
             if length is not None or not value.isdigit():
                 return None
             length = int(value)
-        elif name in _SPECIAL and value.lower() != b"keep-alive":
+        elif _is_special(name, value):
             return None
     return length
+
+
+def _is_special(name: bytes, value: bytes) -> bool:
+    """Whether a header changes how a body is framed, or what becomes of the connection."""
+    return name.lower() in _SPECIAL and value.lower() != b"keep-alive"

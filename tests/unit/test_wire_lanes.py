@@ -76,6 +76,14 @@ async def test_an_open_call_has_its_own_connection_and_idle_ones_are_reused(serv
     assert server.connections == 8
 
 
+async def test_a_connection_that_is_asked_for_once_is_closed(server, http):
+    server.go.set()
+    for each in range(3):
+        answer = await http.post(server.url, json=each, headers={"connection": "close"})
+        assert answer.json() == each
+    assert server.connections == 3
+
+
 async def test_a_cancelled_call_leaves_a_usable_transport(server, http):
     call = asyncio.ensure_future(http.post(server.url, json=1))
     while server.waiting < 1:
