@@ -98,7 +98,10 @@ class EngineControls(EngineConnection):
     async def resume(self, *, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
         """Decode again after ``pause``. Refused while any memory is given back."""
         self._guard.require_memory("continue_generation", await self._state(), all_of_it=True)
-        await self._control("POST", CONTINUE_GENERATION, timeout_s, {})
+        # SGLang would give what its allocator keeps back to the driver, and ask for it again with
+        # the next batch. A release of memory and every flush by itself do so anyway.
+        body = {"torch_empty_cache": False}
+        await self._control("POST", CONTINUE_GENERATION, timeout_s, body)
         self._guard.resumed()
 
     async def flush_cache(self, *, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
