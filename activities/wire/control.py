@@ -17,6 +17,7 @@ from activities.wire.contract import (
     DESTROY_WEIGHTS_UPDATE_GROUP,
     FLUSH_CACHE,
     FREEZE_GC,
+    GENERATE,
     HEALTH,
     INIT_WEIGHTS_UPDATE_GROUP,
     MODEL_INFO,
@@ -48,6 +49,7 @@ CONTROL_TIMEOUT_S = OwnLimit(60.0)
 """For calls that an engine answers once its current batch has ended."""
 QUICK_TIMEOUT_S = OwnLimit(10.0)
 CHECKSUM_TIMEOUT_S = OwnLimit(120.0)
+_SAMPLING_MIX = ({"temperature": 0.0}, {"temperature": 1.0}, {"top_k": 2}, {"top_p": 0.5})
 
 
 class EngineControls(EngineConnection):
@@ -112,6 +114,15 @@ class EngineControls(EngineConnection):
     async def freeze_garbage(self, *, timeout_s: float = QUICK_TIMEOUT_S) -> None:
         """Let an SGLang server's processes search what their start left for garbage no more."""
         await self._call("POST", FREEZE_GC, timeout_s)
+
+    async def warm_sampling(self, *, timeout_s: float) -> None:
+        """Let an SGLang server sample in one batch what wants different things of its sampler."""
+        body = {
+            "input_ids": [[0]] * len(_SAMPLING_MIX),
+            "sampling_params": [{"max_new_tokens": 2, **each} for each in _SAMPLING_MIX],
+            "return_logprob": True,
+        }
+        await self._call("POST", GENERATE, timeout_s, body)
 
     async def abort(self, rid: str, *, timeout_s: float = QUICK_TIMEOUT_S) -> None:
         """End one request; its tokens so far are answered to whoever waits for it."""

@@ -65,7 +65,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
 
     def do_POST(self):
-        print("posted", self.path, flush=True)
+        body = self.rfile.read(int(self.headers["content-length"] or 0))
+        print("posted", self.path, body.decode(), flush=True)
         if os.environ.get("FAKE_SGLANG") == "refuses":
             self.send_error(404)
         else:

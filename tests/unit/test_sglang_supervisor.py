@@ -84,19 +84,34 @@ async def test_a_server_serves_on_its_port_and_its_end_leaves_nothing(tmp_path: 
 
 
 @pytest.mark.parametrize("mode", ["serves", "refuses"])
-async def test_a_server_that_generates_is_told_to_pass_over_what_its_start_left(
+async def test_a_server_that_generates_is_made_ready_for_what_would_stop_it_later(
     tmp_path: Path, mode: str
 ) -> None:
     """Once, and before anybody is told that it serves; without that it serves as well."""
     server = await start(tmp_path, mode)
     log = (tmp_path / "engine-0.log").read_text()
-    assert re.findall(r"^posted (\S+)", log, re.M) == ["/freeze_gc"]
-    assert ("searches for garbage stay long" in log) is (mode == "refuses")
+    warned = mode == "refuses"
+    assert ("the first unlike samples may take long" in log) is warned
+    assert ("searches for garbage stay long" in log) is warned
     asked = re.findall(r"HTTP Request: \w+ http://[^/]+(/\w+)", log)
-    last = ["/health", "/freeze_gc"]
+    last = ["/health", "/generate", "/freeze_gc"]
     if mode == "serves":  # a token passes the process that is at it last
         last.append("/health")
     assert asked[-len(last) :] == last
+    await server.stop(grace_s=SOON_S)
+
+
+async def test_the_first_batch_has_requests_of_every_kind(tmp_path: Path) -> None:
+    """SGLang 0.5.17, ``Sampler._sample_from_probs``: only such a batch takes FlashInfer's way."""
+    server = await start(tmp_path)
+    log = (tmp_path / "engine-0.log").read_text()
+    (sent,) = re.findall(r"^posted /generate (.*)$", log, re.M)
+    batch = json.loads(sent)
+    kinds = batch["sampling_params"]
+    assert len(batch["input_ids"]) == len(kinds)
+    assert {"temperature": 0.0, "max_new_tokens": 2} in kinds
+    assert any(each.get("top_k", -1) > 1 for each in kinds)
+    assert any(each.get("top_p", 1.0) < 1.0 for each in kinds)
     await server.stop(grace_s=SOON_S)
 
 

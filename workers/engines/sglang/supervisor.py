@@ -129,26 +129,44 @@ class Supervisor:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _until_ready(self, port: int) -> None:
-        """Wait until the server generates; then its full searches for garbage become short.
-
-        One stops a process for half a second, after the requests of a few updates (SGLang 0.5.18
-        does the same by itself).
-        """
+        """Wait until the server generates, without a stop of seconds or more later on."""
         url = f"http://{self._options.host}:{port}"
         async with contextlib.aclosing(EngineClient(url)) as client:
             await until_healthy(client)
-            try:
-                await client.freeze_garbage()
-            except (ServiceUnreachable, ContractViolation) as error:
-                logger.warning("searches for garbage stay long: %s", error.message)
-                return
-            # It is answered before the last process has done it; a token passes through all.
-            await until_healthy(client)
+            await self._warm(client)
+            await _freeze(client)
+
+    async def _warm(self, client: EngineClient) -> None:
+        """Have the sampler compiled that a batch of unlike requests takes.
+
+        SGLang warms up with one greedy request. FlashInfer 0.6.15 compiles at the first batch of
+        unlike ones, such as a look at the server's health and the samples behind it: over a minute
+        in which the scheduler stands still, so that no pause ends and the engine counts as hung.
+        """
+        try:
+            await client.warm_sampling(timeout_s=self._options.start_timeout_s)
+        except (ServiceUnreachable, ContractViolation) as error:
+            logger.warning("the first unlike samples may take long: %s", error.message)
 
     async def _end(self, child: asyncio.subprocess.Process) -> None:
         left = await end_descendants(child)
         if left:
             logger.error("processes outlived SIGKILL: %s", left)
+
+
+async def _freeze(client: EngineClient) -> None:
+    """Make the server's full searches for garbage short.
+
+    One stops a process for half a second, after the requests of a few updates (SGLang 0.5.18 does
+    the same by itself).
+    """
+    try:
+        await client.freeze_garbage()
+    except (ServiceUnreachable, ContractViolation) as error:
+        logger.warning("searches for garbage stay long: %s", error.message)
+        return
+    # It is answered before the last process has done it; a token passes through all.
+    await until_healthy(client)
 
 
 async def until_healthy(client: EngineClient) -> None:
