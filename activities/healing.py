@@ -99,7 +99,8 @@ async def _heal(
         return
     _log.info("loading engines", engines=[engine.name for engine in unsure])
     if not weights.on_disk:
-        weights = await site.fleet.trainer(run).export_weights(token, weights.version)
+        trainer, version = site.fleet.trainer(run), weights.version
+        weights = await trainer.kept(version) or await trainer.export_weights(token, version)
     order = LoadOrder(run, token, weights, timeout_s)
     failures = await load_engines(site, order, unsure)
     if failures:

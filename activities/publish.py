@@ -2,7 +2,7 @@
 
 ::
 
-    heal, export or offer -> [begin] -> engines -> routing -> [end] -> folder
+    heal, export or offer -> [begin] -> engines -> routing -> [end] -> copy for a folder
 
 Engines of a colocated run take their memory back as soon as they are healed, beside the offer. The
 steps in brackets are the producer's boundary in a fully async run. Whatever fails between them
@@ -98,7 +98,7 @@ async def _make_live(
         # What replaces an engine while the trainer works needs a folder. In other runs nobody
         # samples then, and whoever heals an engine has the folder written.
         with trace.part(FOLDER):
-            await site.fleet.trainer(run).export_weights(token, request.version)
+            await site.fleet.trainer(run).keep_offered(token, request.version)
     return _report(weights, updated, spec, trace)
 
 

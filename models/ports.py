@@ -108,6 +108,20 @@ class TrainerPort(Protocol):
         """Describe the current weights for ``pack_bucket``; nothing is written."""
         ...
 
+    async def keep_offered(self, token: FenceToken, version: int) -> None:
+        """Copy what was offered last; its folder is written while other calls run, see ``kept``.
+
+        Raises what kept the folder before it from being written.
+        """
+        ...
+
+    async def kept(self, version: int) -> WeightsRef | None:
+        """The folder of ``version``, once it is there, also while an update runs.
+
+        None when it is not the one that ``keep_offered`` was asked for last, or cannot be written.
+        """
+        ...
+
     async def pack_bucket(self, token: FenceToken, version: int, index: int) -> WeightBucket:
         """Fill one bucket of what was offered; the one before it is given up.
 

@@ -133,7 +133,7 @@ class PublicationReport(Frozen):
     finalize_seconds: float = 0.0
     """Resuming engines, routing, opening the boundary."""
     folder_seconds: float = 0.0
-    """Writing what a replaced engine loads, while engines sample again."""
+    """Copying what a replaced engine loads to the host, where its folder is written later on."""
     total_seconds: float
     num_bytes: int
     num_tensors: int

@@ -47,11 +47,14 @@ class Sender:
             for folder in self.folders
         ]  # fmt: skip
         self.offered: WeightsRef | None = None
+        self.copied: WeightsRef | None = None
         trainer: Any = self.fleet.live_trainer
         trainer.offer_weights = self.offer
         trainer.pack_bucket = self.pack
         trainer.drop_bucket = self.drop
         trainer.export_weights = self.export
+        trainer.keep_offered = self.keep
+        trainer.kept = self.kept
         trainer.exported = self.exported
 
     async def offer(self, token: FenceToken, version: int) -> WeightsRef:
@@ -76,6 +79,16 @@ class Sender:
         self.calls.append(f"export {version}")
         self.offered = self.senders[version].describe(version, self.folders[version])
         return self.offered
+
+    async def keep(self, token: FenceToken, version: int) -> None:
+        assert self.offered is not None
+        assert self.offered.version == version
+        self.calls.append(f"keep {version}")
+        self.copied = self.senders[version].describe(version, self.folders[version])
+
+    async def kept(self, version: int) -> WeightsRef | None:
+        self.calls.append(f"kept {version}")
+        return self.copied
 
     async def exported(self) -> WeightsRef | None:
         return self.offered
@@ -123,8 +136,8 @@ async def test_an_engine_serves_what_was_never_written(rig: Rig) -> None:
     assert report.num_bytes == proof.num_bytes
     packs = [f"pack {index}" for index in range(report.num_buckets)]
     assert report.num_buckets > 2
-    # The folder for replacements comes last, when engines sample again.
-    assert rig.sender.calls == [*packs, "drop", "export 1"]
+    # The copy for replacements comes last, when engines sample again.
+    assert rig.sender.calls == [*packs, "drop", "keep 1"]
     row = rig.bench.rows(layout.PUBLICATION)[-1]
     assert (row["transport"], row["buckets"], row["tensors"]) == (
         "ipc", report.num_buckets, proof.num_tensors,
@@ -136,7 +149,7 @@ async def test_nothing_moves_when_it_is_served(rig: Rig) -> None:
     await rig.bench.publish(1)
     del rig.sender.calls[:]
     report = await rig.bench.publish(1, attempt=2)
-    assert (report.repeated_version, rig.sender.calls) == (True, ["drop", "export 1"])
+    assert (report.repeated_version, rig.sender.calls) == (True, ["drop", "keep 1"])
     assert rig.bench.rows(layout.PUBLICATION)[-1]["buckets"] == 0
 
 
@@ -177,4 +190,15 @@ async def test_a_replaced_engine_of_a_sequential_run_has_the_folder_written(rig:
     rig.bench.fleet.kill_engine(0)
     await heal(rig.bench.site, rig.bench.run, rig.bench.token(1), DEADLINE_S)
     assert rig.sender.calls[-1] == "export 1"
+    assert await rig.served() == ("1", weights_of(rig.sender.folders[1], 1).digest)
+
+
+async def test_a_replaced_engine_of_an_async_run_takes_the_copy(rig: Rig) -> None:
+    """The trainer may be in an update then, and holds other weights."""
+    await rig.bench.publish(0)
+    await rig.bench.publish(1)
+    rig.bench.fleet.kill_engine(0)
+    await heal(rig.bench.site, rig.bench.run, rig.bench.token(1), DEADLINE_S)
+    assert rig.sender.calls[-1] == "kept 1"
+    assert not any(call.startswith("export") for call in rig.sender.calls)
     assert await rig.served() == ("1", weights_of(rig.sender.folders[1], 1).digest)

@@ -75,6 +75,14 @@ class FakeTrainer:
         )
         return self.export_ref
 
+    async def keep_offered(self, token: FenceToken, version: int) -> None:
+        self._check(token)
+        await self._play(f"keep_offered {version}")
+
+    async def kept(self, version: int) -> WeightsRef | None:
+        self._check()
+        return None
+
     async def exported(self) -> WeightsRef | None:
         self._check()
         return self.export_ref

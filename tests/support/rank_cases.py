@@ -152,6 +152,8 @@ class Job:
     load: tuple[Path, PolicyClock] | None = None
     updates: Sequence[tuple[int, list[SampleGroup]]] = ()
     export: Path | None = None
+    copy: Path | None = None
+    """Where the first rank writes the copy that all of them made."""
     save: Path | None = None
     export_model: Path | None = None
 
@@ -182,6 +184,10 @@ def live(ranks: Any, job: Job) -> Outcome:
         outcome.reports.append(trainer.optimize(update, f"digest-{update}", groups))
     if job.export is not None:
         outcome.exported = trainer.export_weights(trainer.policy_version, job.export)
+    if job.copy is not None:
+        trainer.copy_weights(trainer.policy_version)
+        if ranks.rank == 0:
+            trainer.write_copy(job.copy)
     if job.save is not None:
         outcome.saved = trainer.save(job.save)
     if job.export_model is not None:

@@ -129,6 +129,12 @@ class TrainerActor:
             return self._ready().offer_weights(token, version)
 
     @ray.method(concurrency_group="work")
+    def keep_offered(self, token: FenceToken, version: int) -> None:
+        """See ``TrainerPort.keep_offered``."""
+        with self._told("trainer_copy", version):
+            self._ready().keep_offered(token, version)
+
+    @ray.method(concurrency_group="work")
     def pack_bucket(self, token: FenceToken, version: int, index: int) -> WeightBucket:
         """See ``TrainerPort.pack_bucket``."""
         with self._told("trainer_pack", version, bucket=index):
@@ -187,6 +193,11 @@ class TrainerActor:
     def exported(self) -> WeightsRef | None:
         """See ``TrainerPort.exported``."""
         return self._ready().exported()
+
+    @ray.method(concurrency_group="peek")
+    def kept(self, version: int) -> WeightsRef | None:
+        """See ``TrainerPort.kept``."""
+        return self._ready().kept(version)
 
     @ray.method(concurrency_group="peek")
     def progress(self) -> StageProgress:

@@ -43,6 +43,15 @@ class RemoteTrainer:
         ref: WeightsRef = await self._actor.call("offer_weights", token, version, timeout_s=None)
         return ref
 
+    async def keep_offered(self, token: FenceToken, version: int) -> None:
+        """See ``TrainerPort``."""
+        await self._actor.call("keep_offered", token, version, timeout_s=None)
+
+    async def kept(self, version: int) -> WeightsRef | None:
+        """See ``TrainerPort``."""
+        ref: WeightsRef | None = await self._actor.call("kept", version, timeout_s=None)
+        return ref
+
     async def pack_bucket(self, token: FenceToken, version: int, index: int) -> WeightBucket:
         """See ``TrainerPort``."""
         bucket: WeightBucket = await self._actor.call(

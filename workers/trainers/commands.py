@@ -73,6 +73,18 @@ class OfferWeights(Frozen):
             return trainer.offer_weights(self.version)
 
 
+class CopyWeights(Frozen):
+    """Copy the weights to the first rank's host."""
+
+    name: Literal["copy_weights"] = "copy_weights"
+    version: int
+
+    def run(self, trainer: LocalTrainer, store: Store) -> None:
+        """See ``LocalTrainer.copy_weights``."""
+        with concluded(trainer.ranks):
+            trainer.copy_weights(self.version)
+
+
 class PackBucket(Frozen):
     """Fill one bucket on every rank."""
 
@@ -138,7 +150,15 @@ class ExportModel(Frozen):
 
 
 AnyCommand = (
-    Optimize | ExportWeights | OfferWeights | PackBucket | DropBucket | Save | Load | ExportModel
+    Optimize
+    | ExportWeights
+    | OfferWeights
+    | CopyWeights
+    | PackBucket
+    | DropBucket
+    | Save
+    | Load
+    | ExportModel
 )
 
 COMMANDS: TypeAdapter[AnyCommand] = TypeAdapter(

@@ -9,6 +9,7 @@ import shutil
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -30,6 +31,7 @@ from workers.sources.prompts import load_prompts
 from workers.trainers.channel import Channel
 from workers.trainers.commands import (
     Command,
+    CopyWeights,
     DropBucket,
     ExportModel,
     ExportWeights,
@@ -40,6 +42,7 @@ from workers.trainers.commands import (
     Save,
 )
 from workers.trainers.export import ExportProbe
+from workers.trainers.folder_writing import FolderWriting
 from workers.trainers.gang import Gang
 from workers.trainers.local import LocalTrainer
 from workers.trainers.weights import own_exports
@@ -62,6 +65,8 @@ class GuardedTrainer:
         self._fence = FenceGuard("trainer")
         self._lock = threading.Lock()
         self._exports: list[WeightsRef] = []
+        self._exports_lock = threading.Lock()
+        self._writing = FolderWriting()
         self._export_base: Path | None = None
         self._channel: Channel | None = None
         self._final_exports: dict[tuple[str, int], ExportReport] = {}
@@ -122,7 +127,10 @@ class GuardedTrainer:
             newest = self.exported()
             if newest is not None and newest.version == version and newest.on_disk:
                 return newest
-            folder = self._export_folder() / f"v{version:07d}"
+            written = self._writing.of(version)
+            if written is not None:
+                return written
+            folder = self._folder_of(version)
             with storage_errors(str(folder)):
                 ref = self._lead(ExportWeights(version=version, folder=str(folder)))
             self._keep(ref)
@@ -138,6 +146,32 @@ class GuardedTrainer:
             ref = self._lead(OfferWeights(version=version))
             self._keep(ref)
             return ref
+
+    def keep_offered(self, token: FenceToken, version: int) -> None:
+        """Copy the weights that were offered; their folder is written while other calls run.
+
+        Raises:
+            ContractViolation: the weights of ``version`` are not those that were offered last.
+            StorageFull, ConfigurationError: the folder before this one could not be written.
+        """
+        with self._lock:
+            self._fence.admit(token)
+            offered = self.exported()
+            if offered is None or offered.version != version:
+                raise ContractViolation(
+                    f"weights of version {version} are to be kept, offered are "
+                    f"{'none' if offered is None else offered.version}"
+                )
+            if offered.on_disk or self._writing.knows(version):
+                return
+            self._writing.end()
+            self._lead(CopyWeights(version=version))
+            folder = self._folder_of(version)
+            self._writing.begin(version, partial(self._write_copy, offered, folder))
+
+    def kept(self, version: int) -> WeightsRef | None:
+        """The folder of ``version`` that is being written, once it is there; also in an update."""
+        return self._writing.of(version)
 
     def pack_bucket(self, token: FenceToken, version: int, index: int) -> WeightBucket:
         """Fill one bucket; its memory is kept until the next one, or ``drop_bucket``."""
@@ -245,12 +279,21 @@ class GuardedTrainer:
         with self._gang.told(command.model_dump_json()):
             return command.run(self._trainer, self._store)
 
-    def _export_folder(self) -> Path:
-        """This process's folder for exports, chosen once: it must hold the kept ones and a new."""
+    def _folder_of(self, version: int) -> Path:
+        """Below this process's folder, which is chosen once: it must hold the kept and a new."""
         if self._export_base is None:
             needed = (_KEPT_EXPORTS + 1) * self._trainer.export_num_bytes
             self._export_base = own_exports(self._store.root, needed)
-        return self._export_base
+        return self._export_base / f"v{version:07d}"
+
+    def _write_copy(self, offered: WeightsRef, folder: Path) -> WeightsRef:
+        """In a thread of its own."""
+        self._trainer.write_copy(folder)
+        written: WeightsRef = offered.model_copy(
+            update={"path": str(folder), "transport": "disk", "num_buckets": 0}
+        )
+        self._keep(written)
+        return written
 
     def _export(self, uri: str) -> ExportReport:
         probe = self._probe()
@@ -307,12 +350,15 @@ class GuardedTrainer:
             self._channel = None
 
     def _keep(self, ref: WeightsRef) -> None:
-        """Remember the newest export; folders but the two newest are removed."""
-        kept = [each for each in self._exports if each.version != ref.version] + [ref]
-        self._exports = kept[-_KEPT_EXPORTS:]
+        """Remember an export; folders but those of the two newest are removed."""
+        with self._exports_lock:
+            known = {each.version: each for each in self._exports} | {ref.version: ref}
+            kept = [known[version] for version in sorted(known)]
+            self._exports = kept[-_KEPT_EXPORTS:]
         _remove(kept[:-_KEPT_EXPORTS])
 
     def _drop_exports(self) -> None:
+        self._writing.close()
         exports, self._exports = self._exports, []
         _remove(exports)
 

@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,12 +67,23 @@ def fill_model_folder(
     Returns:
         Name -> xxh3_64 hex of each tensor as written.
     """
+    shapes = file_shapes(named_weights(model), model.config.model_type)
+    return write_model_folder(shapes, companions, folder, dtype, data)
+
+
+def write_model_folder(
+    shapes: Mapping[str, Tensor],
+    companions: Path,
+    folder: Path,
+    dtype: torch.dtype,
+    data: Iterable[tuple[str, Tensor]],
+) -> dict[str, str]:
+    """``fill_model_folder`` of tensors that look like ``shapes``, which need no data."""
     copy_companions(companions, folder)
     config = json.loads((companions / "config.json").read_text())
     config.pop("torch_dtype", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    shapes = file_shapes(named_weights(model), model.config.model_type)
     return write_tensors(folder / MODEL_FILE, shapes, dtype, data)
 
 

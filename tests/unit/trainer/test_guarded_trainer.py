@@ -1,9 +1,11 @@
 """Fence, idempotency, file placement; what runs at the same time."""
 
+import errno
 import hashlib
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -14,11 +16,17 @@ from activities.storage.local_copy import has_folder
 from activities.storage.objects import ObjectStore
 from activities.storage.store import Store
 from models.checkpoint import CheckpointMarker, PolicyClock
-from models.errors import ContractViolation, DigestMismatch, ServiceUnreachable, StaleFence
+from models.errors import (
+    ContractViolation,
+    DigestMismatch,
+    ServiceUnreachable,
+    StaleFence,
+    StorageFull,
+)
 from models.ids import FenceToken
 from models.prompt import PreparedPrompt, PromptMetadata
 from models.rollout import CollectionCounts, RolloutCollection
-from workers.trainers import commands, guarded, local
+from workers.trainers import commands, guarded, host_copy, local
 from workers.trainers.guarded import GuardedTrainer
 from workers.trainers.local import LocalTrainer
 from workers.trainers.weights import export_bases, own_exports
@@ -339,3 +347,105 @@ def test_a_save_keeps_nobody_waiting_who_only_looks(make_guarded, commit, monkey
             pool.submit(trainer.optimize, token(attempt=3), 0, commit(0)).result(0.05)
         release.set()
         assert saving.result(DEADLINE_S)
+
+
+@pytest.fixture
+def sending(make_guarded):
+    """A trainer whose engines take buckets: only then are weights offered."""
+
+    def make() -> GuardedTrainer:
+        return make_guarded(
+            placement={"mode": "disaggregated"}, inference={"engine": "sglang", "dtype": "float32"}
+        )
+
+    return make
+
+
+def test_offered_weights_are_written_as_an_export_writes_them(sending):
+    trainer = sending()
+    trainer.offer_weights(token(), 0)
+    trainer.keep_offered(token(), 0)
+    written = trainer.kept(0)
+    assert written.on_disk
+    assert trainer.exported() == written
+    assert trainer.export_weights(token(), 0) == written
+    names = ("config.json", "model.safetensors")
+    content = [Path(written.path, name).read_bytes() for name in names]
+    trainer.close()
+
+    exported = sending().export_weights(token(), 0)
+    assert exported == written
+    assert [Path(exported.path, name).read_bytes() for name in names] == content
+
+
+def test_an_update_goes_on_while_offered_weights_are_written(sending, commit, monkeypatch):
+    """The folder has the weights of before the update, and is there while the next one runs."""
+    trainer = sending()
+    before = Path(trainer.export_weights(token(), 0).path, "model.safetensors").read_bytes()
+    trainer.close()
+    trainer = sending()
+    entered, release = threading.Event(), threading.Event()
+    write = host_copy.HostCopy.write
+
+    def slow_write(*args):
+        entered.set()
+        assert release.wait(DEADLINE_S)
+        return write(*args)
+
+    monkeypatch.setattr(host_copy.HostCopy, "write", slow_write)
+    trainer.offer_weights(token(), 0)
+    trainer.keep_offered(token(), 0)
+    assert entered.wait(DEADLINE_S)
+    trainer.optimize(token(), 0, commit(0))
+    trainer.offer_weights(token(1), 1)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(trainer.kept, 0)
+        assert not asked.done()
+        release.set()
+        written = asked.result(DEADLINE_S)
+    assert Path(written.path, "model.safetensors").read_bytes() == before
+    assert trainer.exported().version == 1  # which engines must serve; it is offered only
+    trainer.keep_offered(token(1), 1)
+    assert trainer.kept(0) is None
+    assert trainer.kept(1).on_disk
+    assert Path(written.path).is_dir()  # engines may still be reading it
+
+
+def test_weights_that_cannot_be_written_are_told_of_once_and_written_when_asked(
+    sending, commit, monkeypatch
+):
+    trainer = sending()
+    write = host_copy.HostCopy.write
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(host_copy.HostCopy, "write", full)
+    trainer.offer_weights(token(), 0)
+    trainer.keep_offered(token(), 0)
+    assert trainer.kept(0) is None
+    monkeypatch.setattr(host_copy.HostCopy, "write", write)
+    assert trainer.export_weights(token(), 0).on_disk
+    trainer.optimize(token(), 0, commit(0))
+    trainer.offer_weights(token(1), 1)
+    with pytest.raises(StorageFull):
+        trainer.keep_offered(token(1), 1)
+    trainer.keep_offered(token(1, attempt=2), 1)
+    assert trainer.kept(1).on_disk
+
+
+def test_only_what_was_offered_last_is_kept(sending):
+    trainer = sending()
+    with pytest.raises(ContractViolation, match="offered are none"):
+        trainer.keep_offered(token(), 0)
+
+
+def test_a_restore_waits_for_a_folder_and_drops_it(sending, commit):
+    trainer = sending()
+    trainer.save(token(), "checkpoints/core/c0")
+    trainer.offer_weights(token(), 0)
+    trainer.keep_offered(token(), 0)
+    clock = PolicyClock(completed_steps=0, published_step=0, next_rollout_id=0)
+    trainer.restore(token(attempt=2), "checkpoints/core/c0", clock)
+    assert trainer.exported() is None
+    assert trainer.kept(0) is None

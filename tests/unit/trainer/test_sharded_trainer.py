@@ -206,16 +206,27 @@ def test_exports_have_the_digest_of_one_process(two_ranks, make_spec, mixture_di
         make_spec(inference={"dtype": "bfloat16"}),
         mixture_dir,
         export=tmp_path / "two",
+        copy=tmp_path / "two-copied",
         export_model=tmp_path / "two-hf",
     )
-    single = alone(job, export=tmp_path / "one", export_model=tmp_path / "one-hf")
+    single = alone(
+        job,
+        export=tmp_path / "one",
+        copy=tmp_path / "one-copied",
+        export_model=tmp_path / "one-hf",
+    )
     both = two_ranks.run(live, job)
     for outcome in both:
         assert outcome.exported.digest == single.exported.digest
         assert outcome.exported.path == str(tmp_path / "two")
         assert outcome.model.answer == single.model.answer
         assert outcome.model.max_abs_logit_difference <= 1e-5
-    for one, two in (("one", "two"), ("one-hf", "two-hf")):
+    for one, two in (
+        ("one", "two"),
+        ("one", "one-copied"),
+        ("one", "two-copied"),
+        ("one-hf", "two-hf"),
+    ):
         left = (tmp_path / one / "model.safetensors").read_bytes()
         assert left == (tmp_path / two / "model.safetensors").read_bytes()
 
