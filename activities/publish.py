@@ -2,7 +2,7 @@
 
 ::
 
-    heal, export or offer -> [begin] -> engines -> routing -> [end] -> copy for a folder
+    heal, export or offer -> [begin] -> engines -> routing -> [end] -> copy to the host
 
 Engines of a colocated run take their memory back as soon as they are healed, beside the offer. The
 steps in brackets are the producer's boundary in a fully async run. Whatever fails between them
@@ -95,8 +95,8 @@ async def _make_live(
             with trace.part(ROUTING):
                 await route(site, run, token, updated.engines, weights)
     if spec.publication_transport != "disk" and spec.fully_async:
-        # What replaces an engine while the trainer works needs a folder. In other runs nobody
-        # samples then, and whoever heals an engine has the folder written.
+        # What replaces an engine while the trainer works loads weights that it does not hold any
+        # more. In other runs nobody samples then. Whoever heals an engine has the folder written.
         with trace.part(FOLDER):
             await site.fleet.trainer(run).keep_offered(token, request.version)
     return _report(weights, updated, spec, trace)

@@ -109,16 +109,13 @@ class TrainerPort(Protocol):
         ...
 
     async def keep_offered(self, token: FenceToken, version: int) -> None:
-        """Copy what was offered last; its folder is written while other calls run, see ``kept``.
-
-        Raises what kept the folder before it from being written.
-        """
+        """Copy what was offered last to the trainer's host, for ``kept``."""
         ...
 
     async def kept(self, version: int) -> WeightsRef | None:
-        """The folder of ``version``, once it is there, also while an update runs.
+        """A folder of the weights that were copied, written at the first call; also in an update.
 
-        None when it is not the one that ``keep_offered`` was asked for last, or cannot be written.
+        None when the weights of ``version`` are not there any more.
         """
         ...
 

@@ -133,7 +133,7 @@ class PublicationReport(Frozen):
     finalize_seconds: float = 0.0
     """Resuming engines, routing, opening the boundary."""
     folder_seconds: float = 0.0
-    """Copying what a replaced engine loads to the host, where its folder is written later on."""
+    """Copying to the host what a replaced engine would load."""
     total_seconds: float
     num_bytes: int
     num_tensors: int

@@ -185,9 +185,9 @@ def live(ranks: Any, job: Job) -> Outcome:
     if job.export is not None:
         outcome.exported = trainer.export_weights(trainer.policy_version, job.export)
     if job.copy is not None:
-        trainer.copy_weights(trainer.policy_version)
+        trainer.copy.take()
         if ranks.rank == 0:
-            trainer.write_copy(job.copy)
+            trainer.copy.write(job.model_dir, job.copy)
     if job.save is not None:
         outcome.saved = trainer.save(job.save)
     if job.export_model is not None:

@@ -80,9 +80,10 @@ class CopyWeights(Frozen):
     version: int
 
     def run(self, trainer: LocalTrainer, store: Store) -> None:
-        """See ``LocalTrainer.copy_weights``."""
+        """See ``WeightsCopy.take``."""
         with concluded(trainer.ranks):
-            trainer.copy_weights(self.version)
+            trainer.require_version(self.version)
+            trainer.copy.take()
 
 
 class PackBucket(Frozen):

@@ -9,7 +9,6 @@ import shutil
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -42,7 +41,6 @@ from workers.trainers.commands import (
     Save,
 )
 from workers.trainers.export import ExportProbe
-from workers.trainers.folder_writing import FolderWriting
 from workers.trainers.gang import Gang
 from workers.trainers.local import LocalTrainer
 from workers.trainers.weights import own_exports
@@ -66,7 +64,9 @@ class GuardedTrainer:
         self._lock = threading.Lock()
         self._exports: list[WeightsRef] = []
         self._exports_lock = threading.Lock()
-        self._writing = FolderWriting()
+        self._copied: tuple[WeightsRef, Path] | None = None
+        """What was offered and is copied, and where its folder goes."""
+        self._copy_lock = threading.Lock()
         self._export_base: Path | None = None
         self._channel: Channel | None = None
         self._final_exports: dict[tuple[str, int], ExportReport] = {}
@@ -127,7 +127,7 @@ class GuardedTrainer:
             newest = self.exported()
             if newest is not None and newest.version == version and newest.on_disk:
                 return newest
-            written = self._writing.of(version)
+            written = self.kept(version)
             if written is not None:
                 return written
             folder = self._folder_of(version)
@@ -148,11 +148,10 @@ class GuardedTrainer:
             return ref
 
     def keep_offered(self, token: FenceToken, version: int) -> None:
-        """Copy the weights that were offered; their folder is written while other calls run.
+        """Copy the weights that were offered to the host, for ``kept``.
 
         Raises:
             ContractViolation: the weights of ``version`` are not those that were offered last.
-            StorageFull, ConfigurationError: the folder before this one could not be written.
         """
         with self._lock:
             self._fence.admit(token)
@@ -162,16 +161,34 @@ class GuardedTrainer:
                     f"weights of version {version} are to be kept, offered are "
                     f"{'none' if offered is None else offered.version}"
                 )
-            if offered.on_disk or self._writing.knows(version):
+            if offered.on_disk or self._holds(version):
                 return
-            self._writing.end()
-            self._lead(CopyWeights(version=version))
-            folder = self._folder_of(version)
-            self._writing.begin(version, partial(self._write_copy, offered, folder))
+            with self._copy_lock:
+                self._copied = None
+                self._lead(CopyWeights(version=version))
+                self._copied = offered, self._folder_of(version)
 
     def kept(self, version: int) -> WeightsRef | None:
-        """The folder of ``version`` that is being written, once it is there; also in an update."""
-        return self._writing.of(version)
+        """A folder of the weights that were copied, written at the first call; also in an update.
+
+        None when the weights of ``version`` are neither a folder nor copied.
+
+        Raises:
+            StorageFull, ConfigurationError: it cannot be written.
+        """
+        with self._copy_lock:
+            for known in self._exports:
+                if known.version == version and known.on_disk:
+                    return known
+            if self._copied is None or not self._holds(version):
+                return None
+            offered, folder = self._copied
+            self._trainer.copy.write(self._trainer.model_dir, folder)
+            written: WeightsRef = offered.model_copy(
+                update={"path": str(folder), "transport": "disk", "num_buckets": 0}
+            )
+            self._keep(written)
+            return written
 
     def pack_bucket(self, token: FenceToken, version: int, index: int) -> WeightBucket:
         """Fill one bucket; its memory is kept until the next one, or ``drop_bucket``."""
@@ -286,14 +303,10 @@ class GuardedTrainer:
             self._export_base = own_exports(self._store.root, needed)
         return self._export_base / f"v{version:07d}"
 
-    def _write_copy(self, offered: WeightsRef, folder: Path) -> WeightsRef:
-        """In a thread of its own."""
-        self._trainer.write_copy(folder)
-        written: WeightsRef = offered.model_copy(
-            update={"path": str(folder), "transport": "disk", "num_buckets": 0}
-        )
-        self._keep(written)
-        return written
+    def _holds(self, version: int) -> bool:
+        """Whether the weights of ``version`` are copied."""
+        copied = self._copied
+        return copied is not None and copied[0].version == version
 
     def _export(self, uri: str) -> ExportReport:
         probe = self._probe()
@@ -358,8 +371,9 @@ class GuardedTrainer:
         _remove(kept[:-_KEPT_EXPORTS])
 
     def _drop_exports(self) -> None:
-        self._writing.close()
-        exports, self._exports = self._exports, []
+        with self._copy_lock:
+            self._copied = None
+            exports, self._exports = self._exports, []
         _remove(exports)
 
 

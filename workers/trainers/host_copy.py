@@ -1,67 +1,90 @@
-"""One version of the weights on the host: a folder is written from it while the trainer goes on."""
+"""One version of the weights on the host: a folder can be written from it while an update runs."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from workers.trainers.weights import write_model_folder
+from activities.storage.atomic import storage_errors
+from workers.sources.folders import staged
+from workers.trainers.ranks import Ranks, agreed
+from workers.trainers.shards import file_shapes, gathered
+from workers.trainers.weights import named_weights, write_model_folder
 
 _ALIGNMENT = 8
 """Bytes; enough for every type that a model has."""
 
 
-class HostCopy:
-    """Memory for all tensors of a file, kept from one version to the next.
+class WeightsCopy:
+    """The copy of a model that is trained: the first rank has it, the others help to make it."""
 
-    Page-locked where they come from a GPU: the copy then takes as long as the bus does.
-    """
+    def __init__(self, model: Any, ranks: Ranks, dtype: torch.dtype) -> None:
+        """``dtype``: type of floating tensors in the copy."""
+        self._model = model
+        self._ranks = ranks
+        self._dtype = dtype
+        self._memory: HostMemory | None = None
 
-    def __init__(
-        self, shapes: Mapping[str, Tensor], dtype: torch.dtype, *, page_locked: bool
-    ) -> None:
-        """Hold what ``shapes`` says.
+    def take(self) -> None:
+        """Copy the current weights, over those of before. Every rank calls it."""
+        weights, family = named_weights(self._model), self._model.config.model_type
+        with agreed(self._ranks), gathered(weights, family) as data:
+            if self._ranks.rank == 0:
+                if self._memory is None:
+                    self._memory = HostMemory(file_shapes(weights, family), self._dtype)
+                self._memory.take(data)
+
+    def write(self, companions: Path, folder: Path) -> None:
+        """Write what was taken into the new ``folder``; any thread may.
 
         Args:
-            shapes: tensors without data by the names of the file, in its order.
-            dtype: type of the floating ones.
-            page_locked: whether the memory is.
+            companions: the prepared model, see ``fill_model_folder``.
+            folder: appears by rename, complete.
+
+        Raises:
+            StorageFull, ConfigurationError: it cannot be written.
         """
-        self._shapes = dict(shapes)
-        self._dtype = dtype
+        memory = self._memory
+        assert memory is not None  # take has made it
+        with storage_errors(str(folder)), staged(folder) as stage:
+            content = iter(memory.tensors.items())
+            write_model_folder(memory.shapes, companions, stage, self._dtype, content)
+
+
+class HostMemory:
+    """Memory for all tensors of a file, kept from one version to the next.
+
+    Page-locked where there is a GPU: a copy from there then takes as long as the bus does.
+    """
+
+    def __init__(self, shapes: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+        """Hold what ``shapes`` says: tensors without data by the names of the file, in its order.
+
+        Floating ones are held as ``dtype``.
+        """
+        self.shapes = dict(shapes)
+        types = [dtype if each.is_floating_point() else each.dtype for each in shapes.values()]
         sizes = [
-            _aligned(tensor.numel() * self._type(tensor).itemsize) for tensor in shapes.values()
+            each.numel() * kind.itemsize for each, kind in zip(shapes.values(), types, strict=True)
         ]
-        memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=page_locked)
-        self._tensors = {
-            name: part[: tensor.numel() * self._type(tensor).itemsize]
-            .view(self._type(tensor))
-            .view(tensor.shape)
-            for (name, tensor), part in zip(shapes.items(), memory.split(sizes), strict=True)
+        room = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
+        locked = torch.cuda.is_available()
+        parts = torch.empty(sum(room), dtype=torch.uint8, pin_memory=locked).split(room)
+        self.tensors = {
+            name: part[:size].view(kind).view(each.shape)
+            for (name, each), part, size, kind in zip(
+                shapes.items(), parts, sizes, types, strict=True
+            )
         }
 
     def take(self, data: Iterable[tuple[str, Tensor]]) -> None:
         """Copy whole tensors, all that there are; returns when they are here."""
-        device = None
+        device = torch.device("cpu")
         for name, tensor in data:
-            target = self._tensors[name]
+            target, device = self.tensors[name], tensor.device
             # Cast where it lies: less goes over the bus.
             target.copy_(tensor.detach().to(target.dtype), non_blocking=True)
-            device = tensor.device
-        if device is not None and device.type == "cuda":
+        if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
-
-    def write(self, companions: Path, folder: Path) -> None:
-        """Fill the empty ``folder``; ``companions``: see ``fill_model_folder``. Any thread may."""
-        write_model_folder(self._shapes, companions, folder, self._dtype, self._stream())
-
-    def _stream(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self._tensors.items()
-
-    def _type(self, tensor: Tensor) -> torch.dtype:
-        return self._dtype if tensor.is_floating_point() else tensor.dtype
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT

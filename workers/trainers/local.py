@@ -14,7 +14,6 @@ from typing import Any
 import structlog
 import torch
 
-from activities.storage.atomic import storage_errors
 from activities.storage.store import Store
 from configs.run import RunSpec
 from models.checkpoint import CheckpointFile, PolicyClock
@@ -25,12 +24,11 @@ from models.ports import StageProgress
 from models.publication import WeightsRef
 from models.sample import SampleGroup
 from models.update import UpdateReport
-from workers.sources.folders import staged
 from workers.trainers.batch import StepPlan, TrainingBatch, accepted, plan_steps, update_seed
 from workers.trainers.contract_file import ContractFile
 from workers.trainers.device_memory import PeakMemory, resident_bytes
 from workers.trainers.export import ExportProbe, export_hf
-from workers.trainers.host_copy import HostCopy
+from workers.trainers.host_copy import WeightsCopy
 from workers.trainers.load import describe_trainer, load_policy, scorer_of
 from workers.trainers.logprobs import Scorer
 from workers.trainers.normalization import Normalization
@@ -45,13 +43,12 @@ from workers.trainers.row_layout import RowLayout
 from workers.trainers.schedule import LearningRate
 from workers.trainers.sending import WeightSender
 from workers.trainers.sharded import shard, stays_gathered
-from workers.trainers.shards import file_shapes, gathered
 from workers.trainers.state import TrainerState, read_state, write_state
 from workers.trainers.step_event import OPTIMIZER, PACKING, optimizer_event, packing_event
 from workers.trainers.step_loss import StepLoss, UpdateTokens
 from workers.trainers.tally import UpdateTally, advantage_metrics, clock_metrics, rate_metrics
 from workers.trainers.update_scores import Judge, StepWork, UpdateScores, record_refresh
-from workers.trainers.weights import export_weights, named_weights, num_weight_bytes
+from workers.trainers.weights import export_weights, num_weight_bytes
 
 _log = structlog.get_logger(__name__)
 
@@ -109,7 +106,7 @@ class LocalTrainer:
         )
         self._optimizer = self._optimizer_step.optimizer
         self._sender = WeightSender.of(spec, self.model, self.ranks)
-        self._copy: HostCopy | None = None
+        self.copy = WeightsCopy(self.model, self.ranks, getattr(torch, spec.inference.dtype))
         _log.info("trainer loaded", **self.describe())
 
     @property
@@ -202,25 +199,6 @@ class LocalTrainer:
         ref = self.sender.offer(version)
         self._published_step = version
         return ref
-
-    def copy_weights(self, version: int) -> None:
-        """Copy the current weights for ``write_copy``: the first rank does, the others help."""
-        self.require_version(version)
-        weights, family = named_weights(self.model), self.model.config.model_type
-        with agreed(self.ranks), gathered(weights, family) as data:
-            if self.ranks.rank == 0:
-                if self._copy is None:
-                    dtype = getattr(torch, self.spec.inference.dtype)
-                    locked = self._scorer.device.type == "cuda"
-                    shapes = file_shapes(weights, family)
-                    self._copy = HostCopy(shapes, dtype, page_locked=locked)
-                self._copy.take(data)
-
-    def write_copy(self, folder: Path) -> None:
-        """Write what ``copy_weights`` took into the new ``folder``; also while an update runs."""
-        assert self._copy is not None  # copy_weights made it
-        with storage_errors(str(folder)), staged(folder) as stage:
-            self._copy.write(self.model_dir, stage)
 
     def save(self, folder: Path) -> tuple[CheckpointFile, ...]:
         """Write everything that a resumed trainer needs into ``folder``; no pickle."""

@@ -378,60 +378,81 @@ def test_offered_weights_are_written_as_an_export_writes_them(sending):
     assert [Path(exported.path, name).read_bytes() for name in names] == content
 
 
-def test_an_update_goes_on_while_offered_weights_are_written(sending, commit, monkeypatch):
-    """The folder has the weights of before the update, and is there while the next one runs."""
+def test_the_folder_of_offered_weights_is_written_while_an_update_runs(
+    sending, commit, monkeypatch
+):
     trainer = sending()
     before = Path(trainer.export_weights(token(), 0).path, "model.safetensors").read_bytes()
     trainer.close()
     trainer = sending()
+    trainer.offer_weights(token(), 0)
+    trainer.keep_offered(token(), 0)
     entered, release = threading.Event(), threading.Event()
-    write = host_copy.HostCopy.write
+    optimize = LocalTrainer.optimize
+
+    def slow_optimize(*args):
+        report = optimize(*args)
+        entered.set()
+        assert release.wait(DEADLINE_S)
+        return report
+
+    monkeypatch.setattr(LocalTrainer, "optimize", slow_optimize)
+    with ThreadPoolExecutor(1) as pool:
+        updating = pool.submit(trainer.optimize, token(), 0, commit(0))
+        assert entered.wait(DEADLINE_S)
+        written = trainer.kept(0)
+        assert not updating.done()
+        release.set()
+        assert updating.result(DEADLINE_S).policy_version == 1
+    assert Path(written.path, "model.safetensors").read_bytes() == before
+    assert trainer.kept(0) == written
+    assert trainer.kept(1) is None
+
+
+def test_a_copy_is_not_overwritten_while_its_folder_is_written(sending, commit, monkeypatch):
+    trainer = sending()
+    trainer.offer_weights(token(), 0)
+    trainer.keep_offered(token(), 0)
+    entered, release = threading.Event(), threading.Event()
+    write = host_copy.WeightsCopy.write
 
     def slow_write(*args):
         entered.set()
         assert release.wait(DEADLINE_S)
         return write(*args)
 
-    monkeypatch.setattr(host_copy.HostCopy, "write", slow_write)
-    trainer.offer_weights(token(), 0)
-    trainer.keep_offered(token(), 0)
-    assert entered.wait(DEADLINE_S)
-    trainer.optimize(token(), 0, commit(0))
-    trainer.offer_weights(token(1), 1)
-    with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(trainer.kept, 0)
-        assert not asked.done()
+    monkeypatch.setattr(host_copy.WeightsCopy, "write", slow_write)
+    with ThreadPoolExecutor(2) as pool:
+        writing = pool.submit(trainer.kept, 0)
+        assert entered.wait(DEADLINE_S)
+        trainer.optimize(token(), 0, commit(0))
+        trainer.offer_weights(token(1), 1)
+        keeping = pool.submit(trainer.keep_offered, token(1), 1)
+        with pytest.raises(TimeoutError):
+            keeping.result(0.05)
         release.set()
-        written = asked.result(DEADLINE_S)
-    assert Path(written.path, "model.safetensors").read_bytes() == before
+        written = writing.result(DEADLINE_S)
+        keeping.result(DEADLINE_S)
     assert trainer.exported().version == 1  # which engines must serve; it is offered only
-    trainer.keep_offered(token(1), 1)
-    assert trainer.kept(0) is None
-    assert trainer.kept(1).on_disk
-    assert Path(written.path).is_dir()  # engines may still be reading it
+    newer = trainer.kept(1)
+    contents = [Path(ref.path, "model.safetensors").read_bytes() for ref in (written, newer)]
+    assert contents[0] != contents[1]
 
 
-def test_weights_that_cannot_be_written_are_told_of_once_and_written_when_asked(
-    sending, commit, monkeypatch
-):
+def test_weights_that_cannot_be_written_are_written_when_asked_again(sending, monkeypatch):
     trainer = sending()
-    write = host_copy.HostCopy.write
+    write = host_copy.write_model_folder
 
     def full(*args):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(host_copy.HostCopy, "write", full)
+    monkeypatch.setattr(host_copy, "write_model_folder", full)
     trainer.offer_weights(token(), 0)
     trainer.keep_offered(token(), 0)
-    assert trainer.kept(0) is None
-    monkeypatch.setattr(host_copy.HostCopy, "write", write)
-    assert trainer.export_weights(token(), 0).on_disk
-    trainer.optimize(token(), 0, commit(0))
-    trainer.offer_weights(token(1), 1)
     with pytest.raises(StorageFull):
-        trainer.keep_offered(token(1), 1)
-    trainer.keep_offered(token(1, attempt=2), 1)
-    assert trainer.kept(1).on_disk
+        trainer.kept(0)
+    monkeypatch.setattr(host_copy, "write_model_folder", write)
+    assert trainer.kept(0).on_disk
 
 
 def test_only_what_was_offered_last_is_kept(sending):
@@ -440,7 +461,7 @@ def test_only_what_was_offered_last_is_kept(sending):
         trainer.keep_offered(token(), 0)
 
 
-def test_a_restore_waits_for_a_folder_and_drops_it(sending, commit):
+def test_a_restore_drops_the_copy(sending):
     trainer = sending()
     trainer.save(token(), "checkpoints/core/c0")
     trainer.offer_weights(token(), 0)
