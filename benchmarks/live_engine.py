@@ -131,7 +131,8 @@ def prepare(spec: RunSpec) -> PreparedModel:
 def order_of(spec: RunSpec, role: str, scratch: Path, gpu: bool = False) -> ActorOrder:
     """What a server of this benchmark is made for."""
     run = RunRef(run_id="benchmark", root=spec.output.root, spec_sha256="")
-    gpus = ("0",) if gpu and spec.placement.mode != "cpu" else ()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or "0"
+    gpus = (visible.split(",")[0],) if gpu and spec.placement.mode != "cpu" else ()
     return ActorOrder(run=run, role=role, scratch=str(scratch), gpus=gpus)
 
 

@@ -21,7 +21,7 @@ pytestmark = [
     # of the compiler of FlashAttention-4, of a part of its kernels that is not used here
     pytest.mark.filterwarnings("ignore:Argument .* cannot be converted:UserWarning"),
     # of its kernels, which ask that compiler for names that it has moved
-    pytest.mark.filterwarnings("ignore:.* is deprecated, use cute:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.* is deprecated[,;] use cut:DeprecationWarning"),
 ]
 
 GPU = torch.device("cuda")
