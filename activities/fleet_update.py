@@ -5,7 +5,7 @@ one phase. Engines that fail are replaced and the phases are gone through once m
 weights already is only resumed, so this also continues an update that was cut off.
 """
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 
@@ -23,6 +23,8 @@ from models.publication import EngineConfirmation, EngineFailure
 
 _WITH_BUCKET = (Phase.WAKE, Phase.INSPECT, Phase.PAUSE, Phase.LOAD)
 """Phases at whose end the trainer may hold a packed bucket."""
+
+Opened = Callable[[Sequence[EngineHandle]], Awaitable[None]]
 
 _log = structlog.get_logger(__name__)
 
@@ -44,23 +46,26 @@ async def update_fleet(
     engines: Sequence[EngineHandle],
     trace: PublicationTrace,
     ahead: HeadStart | None = None,
+    opened: Opened | None = None,
 ) -> Updated:
     """Make ``engines``, or else those that replace them, serve the weights of ``order``.
 
-    ``ahead``: what was done for the first round of it; the caller closes it.
+    ``ahead``: what was done for the first round of it; the caller closes it. ``opened``: called
+    with engines that are all confirmed, while they are resumed; again if one of them fails then.
 
     Raises:
         EngineLost: there is no engine, or a replacement did not answer either.
         ContractViolation: a replacement refused, or serves other bytes than were exported.
         StaleFence: another epoch owns the run's root.
     """
-    updates = await _round(site, order, engines, trace, ahead or HeadStart())
+    updates = await _round(site, order, engines, trace, ahead or HeadStart(), opened)
     failed = [update for update in updates if update.failure is not None]
     if not failed:
         return _updated(updates)
     failures = [update.failure for update in failed if update.failure is not None]
     await replace_failed(site, order, failures, trace)
-    again = await _round(site, order, await site.fleet.engines(order.run), trace, HeadStart())
+    engines = await site.fleet.engines(order.run)
+    again = await _round(site, order, engines, trace, HeadStart(), opened)
     for update in again:
         if update.error is not None:
             raise lost(order, update.error)
@@ -100,6 +105,7 @@ async def _round(
     engines: Sequence[EngineHandle],
     trace: PublicationTrace,
     ahead: HeadStart,
+    opened: Opened | None,
 ) -> list[EngineUpdate]:
     """Take engines through the phases; stop after the first one that any of them fails.
 
@@ -122,6 +128,8 @@ async def _round(
                 elif phase is Phase.VERIFY and direct:
                     verified = _everywhere(updates, phase, trace)
                     await all_ended([trainer.drop_bucket(order.token), verified])
+                elif phase is Phase.RESUME and opened is not None:
+                    await all_ended([opened(engines), _everywhere(updates, phase, trace)])
                 else:
                     await _everywhere(updates, phase, trace)
             if any(update.failure is not None for update in updates):

@@ -14,6 +14,7 @@ import asyncio
 import time
 from collections.abc import Awaitable
 from contextlib import aclosing
+from functools import partial
 from typing import TypeVar, cast
 
 import structlog
@@ -91,9 +92,9 @@ async def _make_live(
         if spec.fully_async:
             updated = await _publish_past_router_loss(site, order, spec, trace)
         else:
-            updated = await update_fleet(site, order, engines, trace, ahead)
-            with trace.part(ROUTING):
-                await route(site, run, token, updated.engines, weights)
+            # Nobody samples before this call ends, so the producer may hear of them at once.
+            opened = partial(route, site, run, token, weights=weights)
+            updated = await update_fleet(site, order, engines, trace, ahead, opened)
     if spec.publication_transport != "disk" and spec.fully_async:
         # What replaces an engine while the trainer works loads weights that it does not hold any
         # more. In other runs nobody samples then. Whoever heals an engine has the folder written.

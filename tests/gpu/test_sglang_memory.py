@@ -23,6 +23,7 @@ pytestmark = [
 ]
 TAGS = ("kv_cache", "weights")
 MIB = 1 << 20
+BATCH = 128
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def url(folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     if not sees_gpu(PYTHON):
         pytest.skip(f"torch of {PYTHON}, which has SGLang, sees no GPU")
-    with sglang_server(folders[0], tmp_path_factory.mktemp("server"), "colocated") as url:
+    more = {"max_running_requests": BATCH, "max_queued_requests": BATCH}
+    with sglang_server(folders[0], tmp_path_factory.mktemp("server"), "colocated", more) as url:
         yield url
 
 
@@ -95,12 +97,12 @@ async def test_memory_is_given_back_right_after_the_last_answers(
     """Whatever of their last batch is still being computed: the server lives on."""
     client = EngineClient(url, vocab_size=CONFIG["vocab_size"])
     sampling = {"temperature": 1, "max_new_tokens": 8, "ignore_eos": True}
-    body = {"input_ids": [PROMPT] * 128, "sampling_params": sampling}
+    body = {"input_ids": [PROMPT] * BATCH, "sampling_params": sampling}
     try:
         async with asyncio.timeout(200), httpx.AsyncClient(trust_env=False, timeout=60) as http:
             for version in range(10, 40):
                 answers = (await http.post(f"{url}/generate", json=body)).raise_for_status().json()
-                assert [len(each["output_ids"]) for each in answers] == [8] * 128
+                assert [len(each["output_ids"]) for each in answers] == [8] * BATCH
                 await client.pause("abort")
                 await client.release_memory(TAGS)
                 await client.resume_memory(TAGS)

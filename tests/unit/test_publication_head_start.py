@@ -25,7 +25,12 @@ WAKES = ["wake engine-0", "wake engine-1"]
 
 
 class OpeningClient(FakeEngineClient):
-    """An engine that opens a bucket."""
+    """An engine that opens a bucket, and plays its way back to sampling."""
+
+    async def resume(self) -> None:
+        self._answer()
+        await self.script.play(f"resume {self.engine.name}")
+        await super().resume()
 
     async def update_weights_from_tensor(
         self,
@@ -189,3 +194,29 @@ async def test_engines_stay_closed_when_the_trainer_is_lost(
     assert [call for call in fleet.log if call.startswith("wake")] == []
     assert (report.version, report.repeated_version) == (1, False)
     assert [(each.version, each.paused) for each in fleet.engine_list] == [(1, False)] * 2
+
+
+async def test_the_producer_hears_of_engines_while_they_are_resumed(
+    bench: PublicationBench, fleet: SharingFleet
+) -> None:
+    gate = fleet.script.hold("resume engine-0")
+    publishing = asyncio.create_task(bench.publish(1))
+    async with asyncio.timeout(DEADLINE_S):
+        await fleet.script.reached("resume engine-0")
+        while fleet.live_producer.urls == ():
+            await asyncio.sleep(0)
+    assert not publishing.done()
+    gate.set()
+    assert (await asyncio.wait_for(publishing, DEADLINE_S)).version == 1
+    assert fleet.live_producer.urls == tuple(engine.url for engine in fleet.engine_list)
+
+
+async def test_the_producer_hears_of_what_replaces_an_engine_that_does_not_resume(
+    bench: PublicationBench, fleet: SharingFleet
+) -> None:
+    former = tuple(engine.url for engine in fleet.engine_list)
+    fleet.script.fail("resume engine-1", ServiceUnreachable("no answer"))
+    report = await bench.publish(1)
+    assert [(each.engine, each.phase) for each in report.replaced] == [("engine-1", "resume")]
+    assert fleet.live_producer.urls == tuple(engine.url for engine in fleet.engine_list)
+    assert fleet.live_producer.urls != former
