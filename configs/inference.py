@@ -49,8 +49,9 @@ class InferenceSection(Section):
     """Decode in batches of one fixed shape: a response does not depend on its neighbors."""
     request_timeout_s: float = Field(default=600.0, gt=0)
     """Deadline of one generation request, queueing included."""
-    start_timeout_s: float = Field(default=180.0, gt=0)
-    """Deadline for an engine to become healthy."""
+    start_timeout_s: float = Field(default=420.0, gt=0)
+    """Deadline for an engine to become healthy. SGLang compiles kernels for a minute or two when
+    it starts on a machine for the first time."""
     update_timeout_s: float = Field(default=180.0, gt=0)
     """Deadline for an engine to load and confirm new weights."""
     drain_timeout_s: float = Field(default=180.0, gt=0)

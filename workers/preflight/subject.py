@@ -58,7 +58,6 @@ def _made_up(folder: Path, scratch: str, *, has_gpu: bool) -> dict[str, Any]:
         "placement": {"mode": "colocated" if on_gpu else "cpu"},
         "inference": {
             "engine": "sglang" if on_gpu else "native",
-            "start_timeout_s": 420.0,
             "dtype": "bfloat16",
         },
         "trainer": {"compute_dtype": "bfloat16" if on_gpu else "float32"},
