@@ -128,11 +128,12 @@ run_step() {
   return "$code"
 }
 
-# What the runs wrote, without weights and samples.
+# What the runs and the stack wrote, without weights, samples and the stack's secrets.
 collect() {
-  (cd "$work" && find . -path ./state -prune -o -type f \
+  (cd "$work" && find . -type f \
     \( -name '*.jsonl' -o -name '*.json' -o -path '*/logs/*' \) -size -4M \
-    -not -path '*/prepared/*' -print0 | tar -czf "$out/runs.tar.gz" --null --files-from=-)
+    -not -path '*/prepared/*' \( -not -path './state/*' -o -path './state/logs/*' \) \
+    -print0 | tar -czf "$out/runs.tar.gz" --null --files-from=-)
 }
 
 if [ "${1:-}" = --only ]; then

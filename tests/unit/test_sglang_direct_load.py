@@ -148,15 +148,17 @@ def test_a_load_at_once_is_two_operations() -> None:
     assert counted.number - made.number == 2  # all copies, and zeros for the padding
 
 
-def test_parameters_that_move_are_looked_for_again() -> None:
+def test_parameters_that_move_are_looked_for_and_proved_again() -> None:
     model, direct = Qwen3ForCausalLM(), DirectLoad(CONFIG, 1)
     for seed in range(2):
         direct.load(model, *bucket_of(seed))
+    assert model.loads == 1
     for weight in model.parameters():
         weight.data = torch.full_like(weight, torch.nan)
-    direct.load(model, *bucket_of(2))
-    assert_holds(model, bucket_of(2))
-    assert model.loads == 1
+    for seed in range(2, 4):
+        direct.load(model, *bucket_of(seed))
+        assert_holds(model, bucket_of(seed))
+    assert model.loads == 2
 
 
 def test_a_place_with_gaps_is_filled_as_well() -> None:

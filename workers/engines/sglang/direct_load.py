@@ -29,10 +29,8 @@ class DirectLoad:
         """``config``: the model's ``config.json``; ``processes``: tensor-parallel ones."""
         self._config = config
         self._possible = processes == 1
-        self._proved: Any = None
-        """The model whose tensors were found in their places."""
-        self._places: _Places | None = None
-        """Those of the model that was proved."""
+        self._proved: _Places | None = None
+        """Where every tensor of a bucket was found after SGLang had loaded it."""
 
     def load(self, model: Any, flat: Tensor, metadata: Sequence[Any]) -> None:
         """Bring the tensors of a bucket to the parameters of ``model``.
@@ -42,26 +40,23 @@ class DirectLoad:
             flat: [bytes] of the bucket.
             metadata: what lies where in it, as SGLang's ``FlattenedTensorMetadata``.
         """
-        places = self._places_of(model) if self._possible else None
+        proved = self._proved is not None and self._proved.are_those_of(model)
+        places = self._proved if proved else self._places_of(model)
         if places is None or not places.fit(metadata):
             model.load_weights(_tensors(flat, metadata))
-        elif self._proved is model:
+        elif proved:
             places.fill(flat, metadata)
         else:
             tensors = _tensors(flat, metadata)
             model.load_weights(tensors)
             self._possible = places.hold(tensors)
-            self._proved = model if self._possible else None
-            self._places = places if self._possible else None
+            self._proved = places if self._possible else None
         if flat.is_cuda:
             # Whoever is told that it is loaded fills the memory anew.
             torch.cuda.current_stream(flat.device).synchronize()
 
     def _places_of(self, model: Any) -> "_Places | None":
-        """Looked for once, and again when a parameter lies elsewhere."""
-        if self._proved is model and self._places is not None and self._places.are_those_of(model):
-            return self._places
-        return _Places.of(model, self._config)
+        return _Places.of(model, self._config) if self._possible else None
 
 
 class _Places:
