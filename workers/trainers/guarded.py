@@ -161,7 +161,7 @@ class GuardedTrainer:
                     f"weights of version {version} are to be kept, offered are "
                     f"{'none' if offered is None else offered.version}"
                 )
-            if offered.on_disk or self._holds(version):
+            if offered.on_disk or (self._copied is not None and self._copied[0] == offered):
                 return
             with self._copy_lock:
                 self._copied = None
@@ -180,7 +180,7 @@ class GuardedTrainer:
             for known in self._exports:
                 if known.version == version and known.on_disk:
                     return known
-            if self._copied is None or not self._holds(version):
+            if self._copied is None or self._copied[0].version != version:
                 return None
             offered, folder = self._copied
             self._trainer.copy.write(self._trainer.model_dir, folder)
@@ -299,14 +299,9 @@ class GuardedTrainer:
     def _folder_of(self, version: int) -> Path:
         """Below this process's folder, which is chosen once: it must hold the kept and a new."""
         if self._export_base is None:
-            needed = (_KEPT_EXPORTS + 1) * self._trainer.export_num_bytes
+            needed = (_KEPT_EXPORTS + 1) * self._trainer.copy.num_bytes
             self._export_base = own_exports(self._store.root, needed)
         return self._export_base / f"v{version:07d}"
-
-    def _holds(self, version: int) -> bool:
-        """Whether the weights of ``version`` are copied."""
-        copied = self._copied
-        return copied is not None and copied[0].version == version
 
     def _export(self, uri: str) -> ExportReport:
         probe = self._probe()

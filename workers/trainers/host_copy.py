@@ -11,7 +11,7 @@ from activities.storage.atomic import storage_errors
 from workers.sources.folders import staged
 from workers.trainers.ranks import Ranks, agreed
 from workers.trainers.shards import file_shapes, gathered
-from workers.trainers.weights import named_weights, write_model_folder
+from workers.trainers.weights import named_weights, num_weight_bytes, write_model_folder
 
 _ALIGNMENT = 8
 """Bytes; enough for every type that a model has."""
@@ -26,6 +26,11 @@ class WeightsCopy:
         self._ranks = ranks
         self._dtype = dtype
         self._memory: HostMemory | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Of one copy, and of one export for engines."""
+        return num_weight_bytes(self._model, self._dtype)
 
     def take(self) -> None:
         """Copy the current weights, over those of before. Every rank calls it."""

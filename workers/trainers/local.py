@@ -48,7 +48,7 @@ from workers.trainers.step_event import OPTIMIZER, PACKING, optimizer_event, pac
 from workers.trainers.step_loss import StepLoss, UpdateTokens
 from workers.trainers.tally import UpdateTally, advantage_metrics, clock_metrics, rate_metrics
 from workers.trainers.update_scores import Judge, StepWork, UpdateScores, record_refresh
-from workers.trainers.weights import export_weights, num_weight_bytes
+from workers.trainers.weights import export_weights
 
 _log = structlog.get_logger(__name__)
 
@@ -124,11 +124,6 @@ class LocalTrainer:
         """Data types, parameter count, estimated and observed memory."""
         expected = self._memory.expected_bytes
         return describe_trainer(self.spec, self.model, expected, resident_bytes())
-
-    @property
-    def export_num_bytes(self) -> int:
-        """Bytes of one export for engines."""
-        return num_weight_bytes(self.model, getattr(torch, self.spec.inference.dtype))
 
     def optimize(
         self, update: int, batch_sha256: str, groups: Sequence[SampleGroup]

@@ -92,7 +92,7 @@ def test_engines_prove_an_export_by_its_digest(
     store.load(tmp_path / "v1")
     assert weights_digest(store.checksums()) == after.digest
     assert len(store.checksums()) == after.num_tensors
-    assert trainer.export_num_bytes == store.num_bytes()
+    assert trainer.copy.num_bytes == store.num_bytes()
 
 
 def test_transformers_loads_an_export(make_spec, make_groups, experts_dir, tmp_path):
