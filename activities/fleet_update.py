@@ -63,8 +63,7 @@ async def update_fleet(
     if not failed:
         return _updated(updates)
     failures = [update.failure for update in failed if update.failure is not None]
-    await replace_failed(site, order, failures, trace)
-    engines = await site.fleet.engines(order.run)
+    engines = await replace_failed(site, order, failures, trace)
     again = await _round(site, order, engines, trace, HeadStart(), opened)
     for update in again:
         if update.error is not None:
@@ -74,8 +73,8 @@ async def update_fleet(
 
 async def replace_failed(
     site: Site, order: LoadOrder, failures: Sequence[EngineFailure], trace: PublicationTrace
-) -> None:
-    """End engines that failed an update and start others in their places.
+) -> tuple[EngineHandle, ...]:
+    """End engines that failed an update and start others in their places; return all engines.
 
     Raises:
         EngineLost: a replacement did not start.
@@ -89,7 +88,7 @@ async def replace_failed(
     names = tuple(failure.engine for failure in failures)
     with trace.part(BOUNDARY):
         await site.fleet.replace_engines(order.token, order.run, names)
-        await restart_engines(site, order.run, order.token)
+        return await restart_engines(site, order.run, order.token)
 
 
 def lost(order: LoadOrder, error: Exception) -> Exception:

@@ -40,23 +40,17 @@ _log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
 
-async def restart_engines(
-    site: Site, run: RunRef, token: FenceToken, hung: Sequence[str] = ()
-) -> tuple[EngineHandle, ...]:
+async def restart_engines(site: Site, run: RunRef, token: FenceToken) -> tuple[EngineHandle, ...]:
     """Replace engines that are dead or that the router gave up, and a router that is dead or hangs.
 
-    ``hung`` names engines that were found to hang. Returns the engines that need the current
-    weights.
+    Returns all engines; nobody has asked what they serve.
 
     Raises:
         StaleFence: the token's epoch does not own the run's root any more.
         EngineLost: a replacement did not start.
     """
-    given_up = tuple({*await _given_up(site, run), *hung})
-    if given_up:
-        _log.warning("replacing what lives and does not serve", servers=given_up)
-        await site.fleet.replace_engines(token, run, given_up)
-    return await site.fleet.heal_engines(token, run)
+    await _end_given_up(site, run, token)
+    return await site.fleet.ensure_engines(token, run)
 
 
 async def heal(
@@ -85,7 +79,8 @@ async def heal(
 async def _heal(
     site: Site, run: RunRef, token: FenceToken, timeout_s: float, hung: Sequence[str] = ()
 ) -> None:
-    fresh = await restart_engines(site, run, token, hung)
+    await _end_given_up(site, run, token, hung)
+    fresh = await site.fleet.heal_engines(token, run)
     rows = await _seen_by_router(site, run)
     if rows is None and not fresh:
         return
@@ -106,8 +101,7 @@ async def _heal(
     if failures:
         _log.warning("engines do not load, replacing them", errors=_messages(failures))
         await site.fleet.replace_engines(token, run, tuple(failures))
-        await site.fleet.heal_engines(token, run)
-        engines = await site.fleet.engines(run)
+        engines = await site.fleet.ensure_engines(token, run)
         again = [engine for engine in engines if engine.name in failures]
         failures = await load_engines(site, order, again)
     if failures:
@@ -250,6 +244,16 @@ class _Loss(NamedTuple):
     names: tuple[str, ...]
     hung: tuple[str, ...] = ()
     """Those that must be ended first. Of a dead one the name may be its replacement's already."""
+
+
+async def _end_given_up(
+    site: Site, run: RunRef, token: FenceToken, hung: Sequence[str] = ()
+) -> None:
+    """End what ``_given_up`` names, and the engines in ``hung``."""
+    names = tuple({*await _given_up(site, run), *hung})
+    if names:
+        _log.warning("replacing what lives and does not serve", servers=names)
+        await site.fleet.replace_engines(token, run, names)
 
 
 async def _given_up(site: Site, run: RunRef) -> tuple[str, ...]:

@@ -113,9 +113,9 @@ async def _begun(
 ) -> tuple[tuple[EngineHandle, ...], WeightsRef]:
     """The living engines, and the weights as the trainer offers them.
 
-    Where engines take turns with the trainer they also get their memory, and a single bucket its
-    handle. That needs no more memory than to wake them afterwards: the trainer's allocator gives
-    nothing back while it packs, so the most that it takes is what it has at the end.
+    Where engines take turns with the trainer they also get their memory. That needs no more than to
+    wake them afterwards: the trainer's allocator gives nothing back while it packs a single bucket,
+    so the most that it takes is what it has at the end.
     """
     trainer, direct = site.fleet.trainer(request.run), spec.publication_transport != "disk"
     admitted: asyncio.Future[None] | None = None
@@ -126,8 +126,7 @@ async def _begun(
 
     async def heal() -> tuple[EngineHandle, ...]:
         with trace.part(BOUNDARY):
-            await restart_engines(site, request.run, token)
-            engines = await site.fleet.engines(request.run)
+            engines = await restart_engines(site, request.run, token)
         if admitted is not None:
             await admitted
             with trace.part(Phase.WAKE):
@@ -140,11 +139,9 @@ async def _begun(
                 return await trainer.export_weights(token, request.version)
             if admitted is not None:
                 await admitted
-            weights = await trainer.offer_weights(token, request.version)
-            if admitted is not None and weights.num_buckets == 1:
-                with trace.step("bucket_pack", bucket=0):
-                    ahead.bucket = await trainer.pack_bucket(token, request.version, 0)
-            return weights
+            offer = await trainer.offer_weights(token, request.version)
+            ahead.bucket = offer.bucket
+            return offer.weights
 
     return await _both(heal(), export())
 

@@ -15,7 +15,7 @@ from models.checkpoint import CheckpointFile
 from models.evaluation import EvaluateRequest, EvaluationReport, ExportReport
 from models.ids import FenceToken, RunRef
 from models.prompt import DataState
-from models.publication import WeightBucket, WeightChannel, WeightsRef
+from models.publication import WeightBucket, WeightChannel, WeightsOffer, WeightsRef
 from models.rollout import CollectRequest, RolloutCollection
 from models.run import PrepareReport, PrepareRequest
 from models.update import UpdateReport
@@ -104,7 +104,7 @@ class TrainerPort(Protocol):
         """Write the current weights for engines to load. ``version`` must be the current one."""
         ...
 
-    async def offer_weights(self, token: FenceToken, version: int) -> WeightsRef:
+    async def offer_weights(self, token: FenceToken, version: int) -> WeightsOffer:
         """Describe the current weights for ``pack_bucket``; nothing is written."""
         ...
 
@@ -260,19 +260,23 @@ class FleetPort(Protocol):
         """The live router; None for a run that has none, which is every run but a fully async one.
 
         Raises:
-            EngineLost: the run should have one and it is dead; ``heal_engines`` replaces it.
+            EngineLost: the run should have one and it is dead; ``ensure_engines`` replaces it.
         """
         ...
 
     async def replace_engines(self, token: FenceToken, run: RunRef, names: tuple[str, ...]) -> None:
         """End these engines (or ``router``) although they live: they hang, or failed an update.
 
-        ``heal_engines`` starts their replacements.
+        ``ensure_engines`` starts their replacements.
         """
         ...
 
+    async def ensure_engines(self, token: FenceToken, run: RunRef) -> tuple[EngineHandle, ...]:
+        """Respawn dead engines and a dead router; return all engines."""
+        ...
+
     async def heal_engines(self, token: FenceToken, run: RunRef) -> tuple[EngineHandle, ...]:
-        """Respawn dead engines and a dead router; return engines that need the current weights."""
+        """``ensure_engines``; return those that do not serve what was exported last."""
         ...
 
     def engine_deaths(self, run: RunRef) -> AbstractAsyncContextManager[AsyncIterator[str]]:

@@ -66,6 +66,14 @@ class WeightBucket(Frozen):
     It lives until the next bucket is packed."""
 
 
+class WeightsOffer(Frozen):
+    """Weights that the trainer holds for engines."""
+
+    weights: WeightsRef
+    bucket: WeightBucket | None = None
+    """The only bucket of the weights, packed; None where there are more, or a folder."""
+
+
 class WeightChannel(Frozen):
     """A process group for broadcasts: rank 0 is the trainer, the others are engines' processes."""
 

@@ -14,7 +14,7 @@ from activities.wire.client import EngineClient
 from activities.wire.digest import weights_digest
 from models.errors import DigestMismatch, StaleFence
 from models.ids import FenceToken
-from models.publication import WeightBucket, WeightsRef
+from models.publication import WeightBucket, WeightsOffer, WeightsRef
 from tests.support.native_fleet import NativeFleet, prepared, weights_of
 from tests.support.publication_bench import PublicationBench, async_document
 from tests.support.served_engine import ServedEngine
@@ -57,9 +57,9 @@ class Sender:
         trainer.kept = self.kept
         trainer.exported = self.exported
 
-    async def offer(self, token: FenceToken, version: int) -> WeightsRef:
+    async def offer(self, token: FenceToken, version: int) -> WeightsOffer:
         self.offered = self.senders[version].offer(version)
-        return self.offered
+        return WeightsOffer(weights=self.offered)
 
     async def pack(self, token: FenceToken, version: int, index: int) -> WeightBucket:
         self.calls.append(f"pack {index}")

@@ -228,7 +228,14 @@ class FakeFleet:
             self.router_process = FakeRouter(f"http://router.{incarnation}", incarnation)
             self.script.log.append(f"started router {incarnation}")
 
+    async def ensure_engines(self, token: FenceToken, run: RunRef) -> tuple[EngineHandle, ...]:
+        await self._respawned()
+        return await self.engines(run)
+
     async def heal_engines(self, token: FenceToken, run: RunRef) -> tuple[EngineHandle, ...]:
+        return await self._respawned()
+
+    async def _respawned(self) -> tuple[EngineHandle, ...]:
         if self.script.faults.get("heal"):
             raise self.script.faults["heal"].pop(0)
         self._heal_router()

@@ -166,14 +166,14 @@ async def test_wrong_bytes_are_never_opened_and_cost_the_engine(bench: Bench) ->
 
 async def test_wrong_bytes_of_the_replacement_too_are_a_digest_mismatch(bench: Bench) -> None:
     bench.fleet.engine_list[0].corrupt_loads = 1
-    heal = bench.fleet.heal_engines
+    ensure = bench.fleet.ensure_engines
 
-    async def heal_and_corrupt(token: FenceToken, run: RunRef) -> Any:
-        fresh = await heal(token, run)
+    async def ensure_and_corrupt(token: FenceToken, run: RunRef) -> Any:
+        engines = await ensure(token, run)
         bench.fleet.engine_list[0].corrupt_loads = 1
-        return fresh
+        return engines
 
-    bench.fleet.heal_engines = heal_and_corrupt  # type: ignore[method-assign]
+    bench.fleet.ensure_engines = ensure_and_corrupt  # type: ignore[method-assign]
     with pytest.raises(DigestMismatch, match="engine-0"):
         await bench.publish(0)
     assert bench.fleet.engine_list[0].paused

@@ -52,15 +52,15 @@ async def test_the_fleet_is_healed_while_the_trainer_exports(
     """What fails there is told when the export has ended as well."""
     await bench.publish(0)
     healing = asyncio.Event()
-    heal_engines = bench.fleet.heal_engines
+    ensure_engines = bench.fleet.ensure_engines
 
     async def heal(*arguments: Any) -> Any:
         healing.set()
         if not healthy:
             raise StaleFence("another epoch owns the root")
-        return await heal_engines(*arguments)
+        return await ensure_engines(*arguments)
 
-    monkeypatch.setattr(bench.fleet, "heal_engines", heal)
+    monkeypatch.setattr(bench.fleet, "ensure_engines", heal)
     gate = bench.fleet.script.hold("export_weights 1")
     publishing = asyncio.create_task(bench.publish(1))
     async with asyncio.timeout(DEADLINE_S):
@@ -201,21 +201,22 @@ async def test_a_second_failure_ends_the_publication_with_the_boundary_closed(
     await bench.publish(0)
     fleet = fleet_of(bench)
     refuses(LOAD)(fleet.proxies["engine-0"])
-    heal = fleet.heal_engines
+    ensure = fleet.ensure_engines
 
-    async def heal_to_the_same_fault(*args: Any) -> Any:
-        fresh = await heal(*args)
-        if fresh:
+    async def ensure_the_same_fault(*args: Any) -> Any:
+        former = fleet.engine_list[0]
+        engines = await ensure(*args)
+        if fleet.engine_list[0] is not former:
             refuses(LOAD)(fleet.proxies["engine-0"])
-        return fresh
+        return engines
 
-    fleet.heal_engines = heal_to_the_same_fault  # type: ignore[method-assign]
+    fleet.ensure_engines = ensure_the_same_fault  # type: ignore[method-assign]
     with pytest.raises(ContractViolation, match=OWN_WORDS):
         await asyncio.wait_for(bench.publish(1), DEADLINE_S)
     assert fleet.engine_list[0].paused
     assert "engine-0" not in fleet.live_router.routable()
     assert fleet.live_producer.publishing == 1
-    fleet.heal_engines = heal  # type: ignore[method-assign]
+    fleet.ensure_engines = ensure  # type: ignore[method-assign]
     fleet.live_trainer.policy_version = 1
     await asyncio.wait_for(bench.publish(1, attempt=2), DEADLINE_S)
     assert served(bench) == [("engine-0", 1, False), ("engine-1", 1, False)]

@@ -14,7 +14,7 @@ from activities.wire.memory_marks import RESUMED
 from models.errors import ServiceUnreachable, StaleFence, TrainerLost
 from models.ids import FenceToken
 from models.ports import EngineHandle
-from models.publication import TensorMeta, WeightBucket, WeightsRef
+from models.publication import TensorMeta, WeightBucket, WeightsOffer, WeightsRef
 from tests.support.fake_engines import FakeEngineClient, checksums_of
 from tests.support.fake_fleet import FakeFleet, ListTracker
 from tests.support.publication_bench import PublicationBench, async_document, publication_bench
@@ -66,15 +66,16 @@ class SharingFleet(FakeFleet):
         known = super().client(url)
         return OpeningClient(known.engine, self.script)
 
-    async def offer_weights(self, token: FenceToken, version: int) -> WeightsRef:
+    async def offer_weights(self, token: FenceToken, version: int) -> WeightsOffer:
         self.live_trainer.guard.admit(token)
-        self.pack(version)
+        bucket = self.packed or self.pack(version)
         await self.script.play(f"offer {version}")
-        return WeightsRef(
+        weights = WeightsRef(
             version=version, path="", digest=weights_digest(checksums_of(version)),
             checksum="fingerprint", transport="ipc", num_buckets=1, num_tensors=1, num_bytes=8,
             dtype="bfloat16",
         )  # fmt: skip
+        return WeightsOffer(weights=weights, bucket=bucket)
 
     async def pack_bucket(self, token: FenceToken, version: int, index: int) -> WeightBucket:
         self.live_trainer.guard.admit(token)
@@ -134,7 +135,7 @@ async def test_engines_wake_while_the_trainer_packs(
     report = await asyncio.wait_for(publishing, DEADLINE_S)
     assert fleet.log.count("drop") == 2  # before all else, and when the bucket was opened
     assert fleet.log[0] == "drop"
-    assert [call for call in fleet.log if call.startswith("pack")] == ["pack 0"]
+    assert [call for call in fleet.log if call.startswith("pack")] == []  # the offer brought it
     assert [(each.version, each.mark, each.paused) for each in fleet.engine_list] == [
         (1, "", False), (1, "", False),
     ]  # fmt: skip
@@ -176,7 +177,7 @@ async def test_an_engine_that_does_not_wake_is_replaced_without_the_bucket(
         ("engine-1", "wake", "no answer"),
     ]
     kept = [call for call in fleet.log if call.split()[0] in ("drop", "replace", "pack")]
-    assert kept == ["drop", "pack 0", "drop", "replace engine-1", "pack 0", "drop"]
+    assert kept == ["drop", "drop", "replace engine-1", "pack 0", "drop"]
     opened = sorted(call for call in fleet.log if call.startswith("open"))
     assert opened == ["open engine-0 h2", "open engine-1 h2"]
 

@@ -11,7 +11,7 @@ from activities.wire.digest import weights_digest
 from models.errors import ContractViolation, EngineLost, ServiceUnreachable
 from models.ids import FenceToken
 from models.ports import EngineHandle
-from models.publication import TensorMeta, WeightBucket, WeightChannel, WeightsRef
+from models.publication import TensorMeta, WeightBucket, WeightChannel, WeightsOffer, WeightsRef
 from tests.support.fake_engines import FakeEngine, FakeEngineClient, checksums_of
 from tests.support.fake_fleet import FakeFleet, ListTracker
 from tests.support.publication_bench import PublicationBench, async_document, publication_bench
@@ -78,12 +78,13 @@ class BroadcastFleet(FakeFleet):
         """Give the trainer a broadcasting side."""
         trainer: Any = self.live_trainer
 
-        async def offer_weights(token: FenceToken, version: int) -> WeightsRef:
-            return WeightsRef(
+        async def offer_weights(token: FenceToken, version: int) -> WeightsOffer:
+            weights = WeightsRef(
                 version=version, path="", digest=weights_digest(checksums_of(version)),
                 checksum="fingerprint", transport="nccl", num_buckets=BUCKETS,
                 num_tensors=2, num_bytes=16, dtype="bfloat16",
             )  # fmt: skip
+            return WeightsOffer(weights=weights)
 
         async def open_channel(
             token: FenceToken, engines: tuple[EngineHandle, ...], timeout_s: float

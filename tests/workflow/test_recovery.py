@@ -211,16 +211,17 @@ async def test_wrong_bytes_in_an_engine_and_its_replacement_end_the_run(stage: A
     gate = stage.fleet.script.hold("collect 0")
     handle = await stage.start()
     await stage.fleet.script.reached("collect 0")
-    heal = stage.fleet.heal_engines
+    ensure = stage.fleet.ensure_engines
 
-    async def heal_with_a_bad_disk(*arguments: Any) -> Any:
-        fresh = await heal(*arguments)
+    async def ensure_with_a_bad_disk(*arguments: Any) -> Any:
+        former = list(stage.fleet.engine_list)
+        engines = await ensure(*arguments)
         for engine in stage.fleet.engine_list:
-            if engine.handle in fresh:
+            if engine not in former:
                 engine.corrupt_loads = 1
-        return fresh
+        return engines
 
-    stage.fleet.heal_engines = heal_with_a_bad_disk
+    stage.fleet.ensure_engines = ensure_with_a_bad_disk
     stage.fleet.engine_list[0].corrupt_loads = 1
     gate.set()
     failure = await stage.failure(handle)

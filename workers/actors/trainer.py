@@ -30,7 +30,7 @@ from models.errors import ContractViolation, PerdureError, StaleFence, TrainerLo
 from models.evaluation import ExportReport
 from models.ids import FenceToken
 from models.ports import EngineHandle, RankEvent, StageProgress
-from models.publication import WeightBucket, WeightChannel, WeightsRef
+from models.publication import WeightBucket, WeightChannel, WeightsOffer, WeightsRef
 from models.rollout import RolloutCollection
 from models.update import UpdateReport
 from workers.actors.garbage import freeze_living_objects
@@ -123,7 +123,7 @@ class TrainerActor:
             return self._ready().export_weights(token, version)
 
     @ray.method(concurrency_group="work")
-    def offer_weights(self, token: FenceToken, version: int) -> WeightsRef:
+    def offer_weights(self, token: FenceToken, version: int) -> WeightsOffer:
         """See ``TrainerPort.offer_weights``."""
         with self._told("trainer_offer", version):
             return self._ready().offer_weights(token, version)

@@ -96,6 +96,14 @@ class RayFleet:
             await asyncio.to_thread(require_epoch, fleet.store, token.epoch)
             await asyncio.gather(*(ending.end_actor(fleet, name, GIVEN_UP) for name in names))
 
+    async def ensure_engines(self, token: FenceToken, run: RunRef) -> tuple[EngineHandle, ...]:
+        """See ``FleetPort.ensure_engines``. Raises as ``heal_engines``."""
+        fleet, _, engines, router = self._run(run)
+        async with fleet.lock:
+            await asyncio.to_thread(require_epoch, fleet.store, token.epoch)
+            _, ensured = await together((router.ensure(), engines.ensure()))
+            return ensured.live
+
     async def heal_engines(self, token: FenceToken, run: RunRef) -> tuple[EngineHandle, ...]:
         """See ``FleetPort.heal_engines``.
 

@@ -6,7 +6,7 @@ from models.evaluation import EvaluateRequest, EvaluationReport, ExportReport
 from models.ids import FenceToken
 from models.ports import EngineHandle, ServingReport, StageProgress
 from models.prompt import DataState
-from models.publication import WeightBucket, WeightChannel, WeightsRef
+from models.publication import WeightBucket, WeightChannel, WeightsOffer, WeightsRef
 from models.rollout import CollectRequest, RolloutCollection
 from models.update import UpdateReport
 from workers.fleet.calls import QUICK_TIMEOUT_S, RemoteActor
@@ -38,10 +38,12 @@ class RemoteTrainer:
         ref: WeightsRef = await self._actor.call("export_weights", token, version, timeout_s=None)
         return ref
 
-    async def offer_weights(self, token: FenceToken, version: int) -> WeightsRef:
+    async def offer_weights(self, token: FenceToken, version: int) -> WeightsOffer:
         """See ``TrainerPort``."""
-        ref: WeightsRef = await self._actor.call("offer_weights", token, version, timeout_s=None)
-        return ref
+        offer: WeightsOffer = await self._actor.call(
+            "offer_weights", token, version, timeout_s=None
+        )
+        return offer
 
     async def keep_offered(self, token: FenceToken, version: int) -> None:
         """See ``TrainerPort``."""

@@ -23,7 +23,7 @@ from models.errors import ContractViolation, ServiceUnreachable
 from models.evaluation import ExportReport
 from models.ids import FenceToken
 from models.ports import EngineHandle, StageProgress
-from models.publication import WeightBucket, WeightChannel, WeightsRef
+from models.publication import WeightBucket, WeightChannel, WeightsOffer, WeightsRef
 from models.rollout import RolloutCollection
 from models.update import UpdateReport
 from workers.sources.prompts import load_prompts
@@ -136,16 +136,22 @@ class GuardedTrainer:
             self._keep(ref)
             return ref
 
-    def offer_weights(self, token: FenceToken, version: int) -> WeightsRef:
-        """Describe the weights of ``version`` for engines that take them in buckets."""
+    def offer_weights(self, token: FenceToken, version: int) -> WeightsOffer:
+        """Describe the weights of ``version`` for engines that take them in buckets.
+
+        A single bucket is packed.
+        """
         with self._lock:
             self._fence.admit(token)
-            newest = self.exported()
-            if newest is not None and newest.version == version:
-                return newest
-            ref = self._lead(OfferWeights(version=version))
-            self._keep(ref)
-            return ref
+            ref = self.exported()
+            if ref is None or ref.version != version:
+                ref = self._lead(OfferWeights(version=version))
+                self._keep(ref)
+            if ref.num_buckets != 1:
+                return WeightsOffer(weights=ref)
+            return WeightsOffer(
+                weights=ref, bucket=self._lead(PackBucket(version=version, index=0))
+            )
 
     def keep_offered(self, token: FenceToken, version: int) -> None:
         """Copy the weights that were offered to the host, for ``kept``.

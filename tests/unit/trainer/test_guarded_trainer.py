@@ -378,6 +378,18 @@ def test_offered_weights_are_written_as_an_export_writes_them(sending):
     assert [Path(exported.path, name).read_bytes() for name in names] == content
 
 
+def test_an_offer_brings_the_only_bucket_and_packs_it_again_when_it_was_dropped(sending):
+    trainer = sending()
+    offer = trainer.offer_weights(token(), 0)
+    assert offer.weights.num_buckets == 1
+    assert offer.bucket == trainer.pack_bucket(token(), 0, 0)
+    assert offer.bucket.num_bytes == offer.weights.num_bytes
+    trainer.drop_bucket(token())
+    again = trainer.offer_weights(token(), 0)
+    assert again.weights == offer.weights
+    assert again.bucket.tensors == offer.bucket.tensors
+
+
 def test_the_folder_of_offered_weights_is_written_while_an_update_runs(
     sending, commit, monkeypatch
 ):
