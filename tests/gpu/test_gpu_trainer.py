@@ -20,6 +20,7 @@ from activities.storage.store import Store
 from configs.run import RunSpec
 from models.errors import ConfigurationError
 from models.sample import FinishReason, Sample, SampleGroup, TokenSpan
+from tests.support.cuda_waits import no_waits
 from workers.trainers.batch import TrainingBatch, documents_of
 from workers.trainers.decoder_layers import compile_layers, recompute_layers
 from workers.trainers.document_attention import use_document_attention
@@ -206,13 +207,9 @@ def test_nothing_waits_for_the_gpu_within_a_micro_batch(compiled):
         look = loss.look if loss.needs_look else None
         for warm in packs:
             scorer.backward(warm, loss, look)
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waits():
             for pack in packs:
                 scorer.backward(pack, loss, look)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 def run_spec(root, **trainer):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.support.cuda_waits import no_waits
 from workers.trainers.router_losses import Routed, RouterLosses, RouterObjective
 
 pytestmark = pytest.mark.gpu
@@ -29,12 +30,8 @@ def test_a_pack_equals_that_of_a_cpu_without_waiting(grouping, count_source):
     losses.of_pack(layers, LENGTHS).backward()  # kernels are loaded
     on_gpu.grad = None
     losses = RouterLosses(objective, 2000, 5)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         losses.of_pack(layers, LENGTHS).backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert losses.finish() == pytest.approx(expected.finish(), rel=1e-5)
     gap = (on_gpu.grad.cpu().double() - exact.grad).abs().max()
     assert gap <= 0.01 * exact.grad.abs().max()  # gradients of bfloat16 logits are bfloat16

@@ -13,6 +13,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from tests.support.cuda_waits import no_waits
 from workers.trainers import flash4
 from workers.trainers.varlen_attention import Bounds, attend, kernel_dtype
 
@@ -122,21 +123,17 @@ def test_documents_do_not_see_each_other(kernel):
         assert part[first:end].any()
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_no_layer_waits_for_the_gpu(kernel):
     lengths = random_lengths(2)
     *inputs, gradient = random_layer(lengths, torch.bfloat16, 8, 2, 128)
     bounds = Bounds.of(lengths, GPU)
     output_and_gradients(lambda *p: attend(*p, bounds, None, kernel), inputs, gradient)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         for _ in range(3):
             assert kernel_dtype(inputs[0], inputs[2]) is torch.bfloat16
             output_and_gradients(lambda *p: attend(*p, bounds, None, kernel), inputs, gradient)
         with pytest.raises(RuntimeError, match="synchronizing"):
             bounds.offsets.tolist()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_what_the_kernel_takes():
