@@ -94,10 +94,17 @@ def check(made: Response, budget: int, references: dict[int, Reference]) -> None
     told = np.array(made.logprobs)
     exact = references[0].tolerance <= ROUNDING
     for span in made.spans:
-        expected, _, _ = references[span.version].score(made.token_ids)
+        expected, _, clear = references[span.version].score(made.token_ids)
         part = slice(span.start, span.end)
         gaps = abs(told[part] - expected[part])
-        assert (gaps.max() if exact else gaps.mean()) < references[span.version].tolerance
+        if exact:
+            beyond = np.flatnonzero(gaps >= ROUNDING)
+            # Rounding decides between experts that are equals, at about one token in a million:
+            # log-probs differ there, and a little behind it.
+            assert not len(beyond) or not clear[len(PROMPT) - 1 + span.start + beyond[0]].all()
+            assert gaps.mean() < 100 * ROUNDING
+        else:
+            assert gaps.mean() < references[span.version].tolerance
         other, _, _ = references[1 - span.version].score(made.token_ids)
         assert abs(told[part] - other[part]).mean() > 100 * ROUNDING, "the weights must differ"
     assert made.routed_experts is not None

@@ -148,7 +148,7 @@ def test_every_expert_that_was_used_learns(make_spec, make_groups, experts_dir):
 
 def test_the_loop_over_experts_computes_on_cpu(make_spec, experts_dir):
     model = LocalTrainer(make_spec(), experts_dir).model
-    assert model.get_experts_implementation() == {"": "eager"}
+    assert model.config._experts_implementation == "eager"
 
 
 def test_fused_experts_in_the_files_are_fine(make_spec, tmp_path):

@@ -96,7 +96,7 @@ def test_every_token_of_a_training_forward_counts_once(
             expected[layer] += routes[:, layer].flatten().bincount(minlength=EXPERTS)
     if recompute:
         model.train()
-        model.activation_checkpointing_enable()
+        recompute_layers(model)
     routing = Routing(find_routers(model))
     scorer = scorer_of(model, routing)
     scorer.score(pack)
@@ -128,7 +128,7 @@ def test_replay_of_the_routers_own_choice_changes_nothing(
     expected_gradients = gradients(model)
     if recompute:
         model.train()
-        model.activation_checkpointing_enable()
+        recompute_layers(model)
     routing = Routing(find_routers(model), replay=True, check=True)
     scorer = scorer_of(model, routing)
     replayed, _ = scorer.score(pack)
