@@ -105,7 +105,10 @@ class TrainerPort(Protocol):
         ...
 
     async def offer_weights(self, token: FenceToken, version: int) -> WeightsOffer:
-        """Describe the current weights for ``pack_bucket``; nothing is written."""
+        """Describe the current weights for ``pack_bucket``; nothing is written.
+
+        A single bucket is packed and comes with them.
+        """
         ...
 
     async def keep_offered(self, token: FenceToken, version: int) -> None:

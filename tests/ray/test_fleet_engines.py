@@ -7,7 +7,7 @@ import psutil
 import pytest
 from fleet_rig import Run, kill, publish, statuses, until
 
-from models.errors import ConfigurationError
+from models.errors import ConfigurationError, StaleFence
 from workers.actors.server import LOGS
 from workers.fleet import RayFleet
 
@@ -60,6 +60,23 @@ async def test_concurrent_heals_replace_an_engine_once(fleet: RayFleet, make_run
 
     assert first == second
     assert [engine.incarnation for engine in first] == [1]
+
+
+async def test_all_engines_are_told_when_one_was_started(fleet: RayFleet, make_run):
+    run: Run = make_run(inference={"num_engines": 2})
+    await fleet.prepare(run.token(), run.request())
+    before = await fleet.engines(run.ref)
+    assert await fleet.ensure_engines(run.token(), run.ref) == before
+    kill((await statuses(fleet, run))["engine-1"].pid)
+
+    engines = await fleet.ensure_engines(run.token(), run.ref)
+
+    assert engines == await fleet.engines(run.ref)
+    assert [(each.name, each.incarnation) for each in engines] == [("engine-0", 0), ("engine-1", 1)]
+    old = run.token()
+    run.claim()
+    with pytest.raises(StaleFence):
+        await fleet.ensure_engines(old, run.ref)
 
 
 async def test_a_server_that_cannot_start_is_reported_with_its_log(fleet: RayFleet, make_run):
