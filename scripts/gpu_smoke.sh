@@ -54,11 +54,29 @@ step_contract() {
   "$python" -m pytest -p no:cacheprovider -q -m 'sglang or gpu' tests/contract tests/gpu
 }
 
+# The run file $2 as the run $1, to its end, with its GPUs looked at every second.
+run_watched() {
+  local usage="$work/$1-gpu.jsonl" sampler code
+  rm -f "$usage"
+  "$python" -m workers gpu-usage "$usage" --interval 1 >/dev/null 2>&1 &
+  sampler=$!
+  perdure run "$2" "${options[@]}" --json >"$work/$1.json"
+  code=$?
+  kill "$sampler"
+  wait "$sampler"
+  [ "$code" = 0 ] || return "$code"
+  cp "$usage" "$work/$1/checkpoints/gpu_usage_node0.jsonl"
+}
+
+# What a run to its end shows: its reward, its stages, how busy its GPUs were, its prompts.
+told() {
+  check rises "$work/$1.json" "$2" && check stages "$work/$1" &&
+    perdure analyze occupancy "$work/$1" && perdure audit "$work/$1"
+}
+
 step_recipe() {
   fresh recipe
-  perdure run "$recipe" "${options[@]}" --json >"$work/recipe.json" || return
-  check rises "$work/recipe.json" "${PERDURE_SMOKE_RISE:-0.3}" &&
-    check stages "$work/recipe" && perdure audit "$work/recipe"
+  run_watched recipe "$recipe" && told recipe "${PERDURE_SMOKE_RISE:-0.3}"
 }
 
 step_kill() {
@@ -75,9 +93,7 @@ step_async() {
     return
   fi
   fresh async
-  perdure run configs/recipes/gpu-2x-async.toml "${options[@]}" --json \
-    >"$work/async.json" || return
-  check rises "$work/async.json" 0.2 && check stages "$work/async" && perdure audit "$work/async"
+  run_watched async configs/recipes/gpu-2x-async.toml && told async 0.2
 }
 
 step_speed() {

@@ -241,4 +241,9 @@ def test_command_writes_the_report(run: MeasuredRun, capsys) -> None:
     printed = json.loads(capsys.readouterr().out)
     assert json.loads((Path(root) / "occupancy-analysis.json").read_text()) == printed
     assert run_command(["analyze", "occupancy", root, "--warmup", "1"]) == 0
-    assert "producer_owned_groups" in capsys.readouterr().out
+    table = capsys.readouterr().out
+    assert "producer_owned_groups" in table
+    unseen = [name for name, each in printed["pipeline"].items() if not each["coverage"]]
+    assert unseen
+    assert not any(name in table for name in unseen)
+    assert f"{len(unseen)} series were never seen" in table

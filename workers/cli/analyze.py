@@ -120,15 +120,21 @@ def _capacity_table(report: Report) -> Table:
 
 def _occupancy_table(report: Report) -> Table:
     table = Table("series", "coverage", "mean", "p95", "largest", "empty", box=None)
-    for name, summary in report["pipeline"].items():
-        table.add_row(name, *_cells(summary))
+    series = [*report["pipeline"].items()]
     for url, engine in report["engines"].items():
-        for series in engine["series"]:
-            table.add_row(f"{url} {series['name']}", *_cells(series))
+        series += [(f"{url} {each['name']}", each) for each in engine["series"]]
     for node, devices in report["hardware"].items():
         for device in devices:
-            for name, summary in device["metrics"].items():
-                table.add_row(f"{node} GPU {device['index']} {name}", *_cells(summary))
+            place = f"{node} GPU {device['index']}"
+            series += [(f"{place} {name}", each) for name, each in device["metrics"].items()]
+    known = [(name, summary) for name, summary in series if summary["coverage"]]
+    for name, summary in known:
+        table.add_row(name, *_cells(summary))
+    if len(known) < len(series):
+        table.caption = (
+            f"{len(series) - len(known)} series were never seen; "
+            "only fully async runs tell of pipeline and queue"
+        )
     return table
 
 
