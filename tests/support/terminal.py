@@ -20,7 +20,8 @@ class Going:
         written, name = tempfile.mkstemp(suffix=".log", dir=folder.parent)
         self._said = Path(name)
         self.process = subprocess.Popen(
-            ["bash", "-c", command],
+            # Who runs tests in the background has them ignore Ctrl-C; a terminal does not.
+            ["env", "--default-signal=INT", "bash", "-c", command],
             cwd=folder,
             env=env,
             stdin=subprocess.DEVNULL,
