@@ -15,6 +15,7 @@ from temporalio.client import Client
 from temporalio.worker import Worker
 
 from models.errors import PerdureError, ServiceUnreachable
+from workers.arenas import keep_few_arenas
 from workers.connection import connect, ensure_search_attributes
 from workers.deployment import deployment
 from workers.metrics_address import WORKER_METRICS, metrics_address
@@ -154,6 +155,7 @@ def watch_loop(
 
 def run_process(body: Coroutine[Any, Any, None]) -> None:
     """Run a worker process to its end and leave it. Does not return."""
+    keep_few_arenas()
     _log_to_stderr()
     asyncio.run(_run_and_leave(body))
 
